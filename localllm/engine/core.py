@@ -28,7 +28,7 @@ from localllm.engine.outputs import OutputProcessor
 from localllm.engine.prefill_slices import PrefillInterrupt, prefill_policy
 from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
-from localllm.engine.sampling.compiling import Compiler, MakeConstraint
+from localllm.engine.sampling.grammar import BackgroundCompiler, MakeConstraint
 from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Shares, Want, plan_step
 from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
@@ -107,7 +107,7 @@ class Engine:
         self.prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
         self.jobs = RequestTable(self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares)
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
-        self._compiler = Compiler(self.settings.make_constraint) if self.settings.make_constraint else None
+        self._compiler = BackgroundCompiler(self.settings.make_constraint) if self.settings.make_constraint else None
         self._images = self._make_images()
         self._admission = Admission(self.backend, self.jobs, self._memory)
         self._outputs = OutputProcessor(self.backend, self.jobs, self._images)

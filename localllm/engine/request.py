@@ -9,10 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from localllm.engine.messages import Request, Timings, Usage
-from localllm.engine.sampling.compiling import Compilation
+from localllm.engine.sampling.grammar import Compilation
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.sampling.sampler import Sampler, TokenRules
-from localllm.engine.sampling.thought_limit import ThoughtLimit
+from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
 from localllm.engine.scheduler import arrival
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def running_request(
 
     thought = None
     if request.thinking is not None:
-        thought = ThoughtLimit(request.thinking, len(prompt), backend.tokenize, spell)
+        thought = ThinkingBudget(request.thinking, len(prompt), backend.tokenize, spell)
     eog = {t for t in backend.info.eog_tokens if t < backend.info.n_vocab}
     rules = TokenRules(
         min_length=len(prompt) + generation.min_tokens if generation.min_tokens else 0,

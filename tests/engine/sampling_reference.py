@@ -35,7 +35,7 @@ def after_penalties(
         value = out[token] / s.repeat_penalty if out[token] > 0 else out[token] * s.repeat_penalty
         out[token] = value - s.presence_penalty - count * s.frequency_penalty
     if s.dry_multiplier and spell is not None:
-        for token, length in repetitions(history, s, spell).items():
+        for token, length in dry_repetitions(history, s, spell).items():
             out[token] -= min(s.dry_multiplier * s.dry_base ** min(length - s.dry_allowed_length, 158), 3e38)
     if allowed is not None:
         out[~allowed] = -np.inf
@@ -44,7 +44,7 @@ def after_penalties(
     return open_ if (open_ > -np.inf).any() or np.isnan(open_).any() else out
 
 
-def repetitions(history: Seq[int], s: Sampling, spell: Callable[[int], bytes]) -> dict[int, int]:
+def dry_repetitions(history: Seq[int], s: Sampling, spell: Callable[[int], bytes]) -> dict[int, int]:
     """DRY: for every token of the window, the longest end of the window that stands right before it too."""
     n = len(history) if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n
     window = list(history[max(0, len(history) - n) :])

@@ -14,8 +14,8 @@ from engine import sampling_reference
 from engine.drive import run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Sampling
-from localllm.engine.sampling.dry import penalty, repetitions
 from localllm.engine.sampling.filters import distribution
+from localllm.engine.sampling.penalties import dry_penalty, dry_repetitions
 from localllm.engine.sampling.rejection import acceptance_probability
 from localllm.engine.sampling.sampler import Sampler, TokenRules
 from support.requests import request_for
@@ -40,16 +40,16 @@ def spell(token: int) -> bytes:
 )
 def test_dry_finds_what_its_definition_says(history: list[int], last: int, allowed: int, breakers: list[str]) -> None:
     sampling = replace(DRY, dry_penalty_last_n=last, dry_allowed_length=allowed, dry_sequence_breakers=tuple(breakers))
-    assert repetitions(sampling, history, spell) == sampling_reference.repetitions(history, sampling, spell)
+    assert dry_repetitions(sampling, history, spell) == sampling_reference.dry_repetitions(history, sampling, spell)
 
 
 def test_llama_cpps_own_example() -> None:
     """a b c c b c y a b c: c would be the fourth token of a repetition, y the third, b the second."""
     a, b, c, y = 0, 1, 2, 7
     sampling = replace(DRY, dry_allowed_length=1, dry_sequence_breakers=())
-    found = repetitions(sampling, [a, b, c, c, b, c, y, a, b, c], spell)
+    found = dry_repetitions(sampling, [a, b, c, c, b, c, y, a, b, c], spell)
     assert found == {c: 3, b: 1, y: 2}
-    assert penalty(sampling, 3) == pytest.approx(0.8 * 1.75**2)
+    assert dry_penalty(sampling, 3) == pytest.approx(0.8 * 1.75**2)
 
 
 def test_the_penalty_reaches_the_logits_and_nothing_else() -> None:
@@ -62,7 +62,7 @@ def test_the_penalty_reaches_the_logits_and_nothing_else() -> None:
 
 def test_a_very_long_repetition_is_a_number_still() -> None:
     history = [0, 1] * 3000
-    (length,) = repetitions(replace(DRY, dry_sequence_breakers=()), history, spell).values()
+    (length,) = dry_repetitions(replace(DRY, dry_sequence_breakers=()), history, spell).values()
     assert 150 < length < 170
     out = Sampler(DRY, None, TokenRules(text=spell)).prepared(np.zeros(8, dtype=np.float32), history)
     assert np.isfinite(out).all()
@@ -156,6 +156,6 @@ def test_nothing_is_looked_at_when_they_are_off(monkeypatch: pytest.MonkeyPatch)
     def never(*args: object) -> None:
         raise AssertionError("DRY was asked")
 
-    monkeypatch.setattr("localllm.engine.sampling.penalties.repetitions", never)
+    monkeypatch.setattr("localllm.engine.sampling.penalties.dry_repetitions", never)
     assert Sampler(Sampling(temperature=0)).takes_argmax(10, 5)
     assert len(generated("off", Sampling(seed=3))[0]) == 150
