@@ -108,7 +108,7 @@ class History:
         # What `secrets` does, without what it imports: a chat starts with this module.
         conv_id = os.urandom(8).hex()
         now = time.time()
-        with self._write() as db:
+        with self.transaction() as db:
             db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?, 0, 0)", (conv_id, title, model, now, now))
         return conv_id
 
@@ -129,7 +129,7 @@ class History:
         prompt leaves it. Raises TurnGoneError where there is no such turn any more.
         """
         now = time.time()
-        with self._write() as db:
+        with self.transaction() as db:
             self._touch(db, conv_id, now)
             if parent is None:
                 parent = int(db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()[0])
@@ -144,7 +144,7 @@ class History:
         """Add turns of another conversation, parents before what follows them, all or none; returns the new id of each
         old one. The last one is the head then."""
         places = {0: 0}
-        with self._write() as db:
+        with self.transaction() as db:
             self._touch(db, conv_id, time.time())
             head = 0
             for t in turns:
@@ -163,7 +163,7 @@ class History:
         complete: bool = False,
     ) -> None:
         """Replace a streaming message's text so far; `complete=True` closes it. `None` keeps what is stored."""
-        with self._write() as db:
+        with self.transaction() as db:
             row = db.execute("SELECT conversation_id FROM messages WHERE id = ?", (message_id,)).fetchone()
             if row is None:
                 raise _unknown("message", message_id)
@@ -208,7 +208,7 @@ class History:
 
     def set_head(self, conv_id: str, message_id: int) -> None:
         """Show the branch that ends at `message_id` (0: nothing) from now on; the order of the list does not change."""
-        with self._write() as db:
+        with self.transaction() as db:
             if message_id and not self._has(db, conv_id, message_id):
                 raise TurnGoneError("this turn was removed in another window")
             done = db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (message_id, conv_id))
@@ -244,7 +244,7 @@ class History:
 
     def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
         """Change the title, made by a model (1) or a person (2); the order of the list does not change."""
-        with self._write() as db:
+        with self.transaction() as db:
             changed = db.execute(
                 "UPDATE conversations SET title = ?, titled = ? WHERE id = ?", (title, titled, conv_id)
             )
@@ -254,7 +254,7 @@ class History:
     def remove(self, message_id: int) -> int:
         """Remove one turn and all that follows it on any branch; returns how many went. A head that goes with them
         becomes what the turn followed."""
-        with self._write() as db:
+        with self.transaction() as db:
             row = db.execute("SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)).fetchone()
             if row is None:
                 raise _unknown("message", message_id)
@@ -267,7 +267,7 @@ class History:
             return len(gone)
 
     def delete(self, conv_id: str) -> None:
-        with self._write() as db:
+        with self.transaction() as db:
             if db.execute("DELETE FROM conversations WHERE id = ?", (conv_id,)).rowcount == 0:
                 raise _unknown("conversation", conv_id)
 
@@ -309,7 +309,7 @@ class History:
                 raise HistoryError(f"the conversations can't be read: {e}") from e
 
     @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")

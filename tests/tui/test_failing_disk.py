@@ -106,18 +106,18 @@ def test_a_failed_answer_on_a_full_disk_is_an_error_and_no_crash(
 
     async def play(d: Driver) -> None:
         await d.ask("q")
-        write = history._write
+        write = history.transaction
 
         def full(*_: Any) -> Any:
             raise HistoryError("the conversations can't be written: database or disk is full")
 
         await d.send("r")
-        history._write = full  # type: ignore[method-assign]
+        history.transaction = full  # type: ignore[method-assign]
         gate.opened.set()
         await d.until(lambda: not d.app.chat.answering)
         await d.pilot.pause()
         assert d.app.is_running
-        history._write = write  # type: ignore[method-assign]
+        history.transaction = write  # type: ignore[method-assign]
         await d.ask("/retry")
         assert "again" in d.screen()
 
@@ -142,7 +142,7 @@ def test_every_key_and_command_on_a_disk_that_refuses_says_so(
         def full(*_: Any) -> Any:
             raise HistoryError("the conversations can't be written: database or disk is full")
 
-        history._write = full  # type: ignore[method-assign]
+        history.transaction = full  # type: ignore[method-assign]
         for command in (
             "/title x", "/system x", "/compact", "/branch", "/retry", "/more", "/drop", "/new", "/continue", "/import no.json",
         ):  # fmt: skip

@@ -121,10 +121,10 @@ def test_the_terminal_is_asked_with_the_first_picture_while_the_screen_is_closed
 
     def prepare() -> None:
         asked.append("asked")
-        monkeypatch.setattr(thumbnails, "_asked", True)
+        monkeypatch.setattr(thumbnails, "asked", True)
 
     monkeypatch.setattr(thumbnails, "drawing", None)
-    monkeypatch.setattr(thumbnails, "_asked", False)
+    monkeypatch.setattr(thumbnails, "asked", False)
     monkeypatch.setattr(thumbnails, "prepare", prepare)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(App, "suspend", suspended)

@@ -28,19 +28,19 @@ _MOST = 4
 
 # The widget class that draws pictures here; None: names are shown instead.
 drawing: type[Widget] | None = None
-_asked = False
+asked = False
 
 
 def possible() -> bool:
     """Whether pictures may be drawn here, which the terminal says when there is one."""
-    return drawing is not None or (not _asked and importlib.util.find_spec("textual_image") is not None)
+    return drawing is not None or (not asked and importlib.util.find_spec("textual_image") is not None)
 
 
 def prepare() -> None:
     """Ask the terminal whether it draws pictures (Sixel, or Kitty's protocol). Not while the screen is open: then the
     terminal's answers would be taken for keys."""
-    global drawing, _asked
-    _asked = True
+    global drawing, asked
+    asked = True
     # Its log would be written over the screen.
     logging.getLogger("textual_image").addHandler(logging.NullHandler())
     logging.getLogger("textual_image").propagate = False
@@ -68,7 +68,7 @@ class Thumbnails(Horizontal):
         self.run_worker(self._draw())
 
     async def _draw(self) -> None:
-        if drawing is None and not _asked:
+        if drawing is None and not asked:
             # With the first picture, not with the start: what knows of terminals takes a third of a second to load, and
             # waits for those that do not answer.
             with suppress(SuspendNotSupported), self.app.suspend():

@@ -1,0 +1,202 @@
+"""Laws of the house that keep it readable: names, floors, doors. Each lists what breaks it, so that it can be mended."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PRODUCT = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+    for folder in ("localllm", "backends", "model_catalog", "tui")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+TESTS = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def test_the_engine_can_be_read_in_an_hour() -> None:
+    files = [name for name in PRODUCT if name.startswith("localllm/engine/")]
+    lines = sum(len((ROOT / name).read_text().splitlines()) for name in files)
+    # What was reached; the aim is 40 files and 9,200 lines, so these only ever go down.
+    assert len(files) <= 47
+    assert lines <= 10_010
+
+
+def test_a_step_fits_on_a_screen() -> None:
+    """What the engine does with a step is five verbs, each of which can be looked up."""
+    core = PRODUCT["localllm/engine/core.py"]
+    step = next(n for n in ast.walk(core) if isinstance(n, ast.FunctionDef) and n.name == "step")
+    assert (step.end_lineno or 0) - step.lineno < 25
+    called = {n.func.attr for n in ast.walk(step) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+    assert {name.lstrip("_") for name in called} >= {"receive", "admit", "schedule", "forward", "process"}
+
+
+def floors(package: str) -> int:
+    """How many floors the modules and packages directly below `package` stand on: one that imports nothing of its siblings is on
+    the first, and everything else one above the highest that it imports."""
+    folder = package.replace(".", "/") + "/"
+    below: dict[str, set[str]] = defaultdict(set)
+    for name, tree in PRODUCT.items():
+        if not name.startswith(folder) or name == f"{folder}__init__.py":
+            continue
+        room = name.removeprefix(folder).partition("/")[0].removesuffix(".py")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith(f"{package}."):
+                first = node.module.removeprefix(package).lstrip(".").partition(".")[0]
+                below[room] |= {first} if first else {alias.name for alias in node.names}
+        below[room] -= {room}
+
+    def floor(room: str) -> int:
+        return 1 + max((floor(other) for other in below.get(room, ())), default=0)
+
+    return max(floor(room) for room in below)
+
+
+def test_the_engine_stands_on_eight_floors_at_most() -> None:
+    packages = [
+        "localllm.engine",
+        *(f"localllm.engine.{p.parent.name}" for p in (ROOT / "localllm/engine").glob("*/__init__.py")),
+    ]
+    assert {package: n for package in packages if (n := floors(package)) > 8} == {}
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for name, tree in PRODUCT.items():
+        yield from ((name, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def test_no_class_name_stands_twice() -> None:
+    """A name means one thing in the whole product, so that it can be looked for."""
+    found = defaultdict(list)
+    for name, node in classes():
+        found[node.name].append(f"{name}:{node.lineno}")
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+# Protocols that one class of ours fulfils, and why they are Protocols: the other side is written elsewhere.
+ONE_IMPLEMENTATION: dict[str, str] = {}
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    named = {n.name for n in node.body if isinstance(n, Function)}
+    return (
+        named | {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    ) - {"__init__"}
+
+
+def is_protocol(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).partition("[")[0] == "Protocol" for base in node.bases)
+
+
+def test_a_protocol_inside_a_package_has_more_than_one_implementation() -> None:
+    """With one it is that class's list of members once more. (Across packages it is what one asks of the other.)"""
+
+    def package(name: str) -> str:
+        return name.rpartition("/")[0]
+
+    alone = set()
+    for name, protocol in classes():
+        wanted = members(protocol)
+        if not is_protocol(protocol) or wanted == {"__call__"}:
+            continue
+        fulfil = [at for at, node in classes() if not is_protocol(node) and wanted <= members(node)]
+        if len(fulfil) == 1 and package(fulfil[0]) == package(name):
+            alone.add(protocol.name)
+    assert alone == set(ONE_IMPLEMENTATION)
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in ("_replace", "_asdict", "_fields")
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Private names of the product that a test touches: what is its own it may."""
+    own = {n.name for n in ast.walk(tree) if isinstance(n, Function | ast.ClassDef)}
+    own |= {
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
+    }
+    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own:
+            yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("localllm"):
+            yield from ((node.lineno, alias.name) for alias in node.names if private(alias.name))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    last = argument.value.rpartition(".")[2]
+                    if private(last) and last not in own:
+                        yield node.lineno, argument.value
+
+
+# Other people's private names, where they offer no other way: (file, name).
+FOREIGN_PRIVATE = {
+    # Textual's own pilot offers no other way to see what is on the screen.
+    *(
+        (f"tests/tui/{name}.py", what)
+        for name, what in (
+            ("conftest", "self.app.screen._compositor"),
+            ("test_long_answers", "d.app.screen._compositor"),
+            ("test_nothing_escapes", "d.app.screen._compositor"),
+            ("test_screen_manners", "d.app.screen._compositor"),
+        )
+    ),
+    # Windows' event loop, which is played on another system.
+    ("tests/shipping/windows_like/sitecustomize.py", "asyncio.unix_events._UnixSelectorEventLoop"),
+}
+
+
+def test_tests_use_public_doors() -> None:
+    found = {(name, what) for name, tree in TESTS.items() for _, what in private_names(tree)}
+    assert found - FOREIGN_PRIVATE == set()
+
+
+def test_no_test_sleeps() -> None:
+    """A test waits for what it is about to happen; a pause is too short on a slow machine and too long on a quick one."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in TESTS.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("time.sleep", "sleep", "asyncio.sleep")
+        and not (node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0)
+    ]
+    assert found == []
+
+
+def calls(node: ast.AST) -> set[str]:
+    """Names of what is called; "check" for a program whose failure is an error (`subprocess.run(…, check=True)`)."""
+    found = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+    checked = {"check" for n in found if any(k.arg == "check" and ast.unparse(k.value) == "True" for k in n.keywords)}
+    return checked | {ast.unparse(n.func).rpartition(".")[2] for n in found}
+
+
+def test_every_test_asserts_something() -> None:
+    """By itself, or by a helper of the tests (or of the backends' conformance suite) that does."""
+    helpers: dict[str, ast.AST] = {}
+    for tree in [*TESTS.values(), PRODUCT["backends/localllm_backends/conformance.py"]]:
+        helpers |= {n.name: n for n in ast.walk(tree) if isinstance(n, Function | ast.ClassDef)}
+    asserting = {"raises", "warns", "fail", "check", "check_integrity"}
+    while True:
+        new = {
+            name for name, node in helpers.items()
+            if name not in asserting and (any(isinstance(n, ast.Assert) for n in ast.walk(node)) or calls(node) & asserting)
+        }  # fmt: skip
+        if not new:
+            break
+        asserting |= new
+    silent = [
+        f"{name}:{node.lineno} {node.name}"
+        for name, tree in TESTS.items()
+        for node in ast.walk(tree)
+        if isinstance(node, Function) and node.name.startswith("test_") and node.name not in asserting
+    ]
+    assert silent == []
