@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.planner_fit.rows import Row
-from localllm.planner import decode_cost, families
+from localllm.planner import decode_cost, efficiency
 
 # Where the fit starts, and what it is held to (_BASE_SD). Several sequences begin at what is known of prompts: products of a
 # mixture cost half more a parameter, a recurrent layer's launches 50 µs.
@@ -102,7 +102,7 @@ def prior_sd(law: str, key: str, name: str) -> float:
 
 def family(device: str) -> str:
     """Vendor and Apple tier, or vendor and generation."""
-    vendor, gen, tier = families.generation(device)
+    vendor, gen, tier = efficiency.generation(device)
     return f"{vendor} {tier or gen}"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.planner_fit import batched
 from benchmarks.planner_fit.fit import Design, Floats, family, leave_out
 from benchmarks.planner_fit.rows import RECENT, SUSPECTS, TODAY, Row
-from localllm.planner import families
+from localllm.planner import efficiency
 
 DEEP = 8192
 _FOLDS = 20  # of files, which are many
@@ -177,7 +177,7 @@ def floor_errors(
 
 
 def _floor_keys(row: Row) -> list[tuple[str, ...]]:
-    vendor, gen, tier = families.generation(row.device)
+    vendor, gen, tier = efficiency.generation(row.device)
     return [(f"{vendor}-{tier or gen}", row.engine, str(row.moe)), ("*", row.engine, str(row.moe))]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.planner_fit import ages
 from localllm.device import table
-from localllm.planner import decode_cost, families, kernels, power, prefill_cost
+from localllm.planner import decode_cost, efficiency, kernels, prefill_cost
 from localllm.planner.streams import facts, streamed
 from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Layer, Model, Variant
@@ -57,7 +57,7 @@ class Row:
         where that is not today's."""
         if self.era == TODAY:
             return self.keys
-        vendor, generation, tier = families.generation(self.device)
+        vendor, generation, tier = efficiency.generation(self.device)
         kind = f"{vendor}-{tier or generation}"
         return (*self.keys, f"era:{self.engine}.{self.era}", f"era:{kind}.{self.engine}.{self.era}")
 
@@ -191,7 +191,7 @@ def _units(record: dict[str, str]) -> float:
 
 
 def _flops_s(record: dict[str, str]) -> float:
-    return families.part_tflops(record["device"], _units(record), engine=record["engine"])[0] * 1e12
+    return efficiency.part_tflops(record["device"], _units(record), engine=record["engine"])[0] * 1e12
 
 
 def _active(model: Model, variant: Variant) -> int:
@@ -227,15 +227,15 @@ def _plain(parts: Iterable[decode_cost.CostTerm]) -> tuple[tuple[float, Powers],
 def _hardware(record: dict[str, str]) -> decode_cost.Hardware:
     name, units = record["device"], _units(record)
     return decode_cost.Hardware(
-        families.hardware_keys(name, record["engine"]), float(record["bandwidth_gbps"]), _flops_s(record) / 1e12,
-        power_share=power.share(families.part(name), units), clock_ghz=families.clock_ghz(name),
-        plain_tflops=families.part_tflops(name, units)[0],
+        efficiency.hardware_keys(name, record["engine"]), float(record["bandwidth_gbps"]), _flops_s(record) / 1e12,
+        power_share=efficiency.share(efficiency.part(name), units), clock_ghz=efficiency.clock_ghz(name),
+        plain_tflops=efficiency.part_tflops(name, units)[0],
     )  # fmt: skip
 
 
 def _age(record: dict[str, str], model: Model, variant: Variant) -> ages.Age:
-    quant = families.quant_class(variant.quant, mlx=variant.format == "mlx")
-    keys = families.hardware_keys(record["device"], record["engine"])
+    quant = efficiency.quant_class(variant.quant, mlx=variant.format == "mlx")
+    keys = efficiency.hardware_keys(record["device"], record["engine"])
     kv_heads = next((layer.n_kv_heads for layer in model.layers if layer.n_kv_heads), model.n_heads)
     return ages.Age(
         keys, quant, model.experts is not None, model.n_heads / kv_heads, _era(record, model), int(record["build"] or 0),

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device, TypeRates
-from localllm.planner import efficiency, families, kernels, power
+from localllm.planner import efficiency, kernels
 from localllm.planner.streams import Streamed, facts, streamed
 from localllm_catalog import quants
 from localllm_catalog.memoize import by_identity
@@ -60,7 +60,7 @@ def apart(n_sequences: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`families.hardware_keys`),
+    """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`efficiency.hardware_keys`),
     GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU that computes (0: a GPU does, or unknown: attention
     then only reads its cache), the share of those TFLOP/s that its power lets matrices have, the GPU's clock, and
     its TFLOP/s without units for matrices (0: as many), and, of a processor, what was timed of its matrix kernels, and whether
@@ -71,7 +71,7 @@ class Hardware:
     tflops: float
     n_cpu_cores: int = 0
     power_share: float = 1.0
-    clock_ghz: float = families.REFERENCE_GHZ
+    clock_ghz: float = efficiency.REFERENCE_GHZ
     plain_tflops: float = 0.0
     rates: tuple[TypeRates, ...] = ()
     stored: bool = False
@@ -99,12 +99,12 @@ class Hardware:
 @by_identity
 def hardware_of(device: Device, backend: str) -> Hardware:
     """`device` as `backend` uses it."""
-    tflops, _ = families.nominal_tflops(device, backend)
+    tflops, _ = efficiency.nominal_tflops(device, backend)
     name = device.match or device.name
-    share = power.share(families.part(name), device.compute_units)
-    clock_ghz = families.REFERENCE_GHZ if device.accelerator == "cpu" else families.clock_ghz(name)
-    keys, bandwidth_gbps = families.device_keys(device, backend), bandwidth_of(device)[0]
-    plain_tflops, _ = families.nominal_tflops(device)
+    share = efficiency.share(efficiency.part(name), device.compute_units)
+    clock_ghz = efficiency.REFERENCE_GHZ if device.accelerator == "cpu" else efficiency.clock_ghz(name)
+    keys, bandwidth_gbps = efficiency.device_keys(device, backend), bandwidth_of(device)[0]
+    plain_tflops, _ = efficiency.nominal_tflops(device)
     rates = device.matrix_rates if keys[0] == "cpu" else ()
     return Hardware(keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops, rates)
 
@@ -125,7 +125,7 @@ def bandwidth_of(device: Device) -> tuple[float, str]:
 def format_key(variant: Variant) -> str:
     """The key of what runs, beside where: the kernels of its format. Of models and their architectures none is kept: what
     they add to what was measured is not found again in those that were not."""
-    return f"quant:{families.quant_class(variant.quant, mlx=variant.format == 'mlx')}"
+    return f"quant:{efficiency.quant_class(variant.quant, mlx=variant.format == 'mlx')}"
 
 
 Powers = tuple[tuple[str, float], ...]
@@ -295,13 +295,13 @@ def weight_share(coefficients: Mapping[str, float], hardware: Hardware, model: M
 
 
 def launch_factor(coefficients: Mapping[str, float], hardware: Hardware) -> float:
-    """How much longer what is launched takes on this clock than at `families.REFERENCE_GHZ`."""
+    """How much longer what is launched takes on this clock than at `efficiency.REFERENCE_GHZ`."""
     return float(coefficients["clock"] ** lag(hardware.clock_ghz))
 
 
 def lag(clock_ghz: float) -> float:
-    """The exponent of the coefficient `clock`: 0 at `families.REFERENCE_GHZ`, more where the clock is slower."""
-    return -math.log(clock_ghz / families.REFERENCE_GHZ)
+    """The exponent of the coefficient `clock`: 0 at `efficiency.REFERENCE_GHZ`, more where the clock is slower."""
+    return -math.log(clock_ghz / efficiency.REFERENCE_GHZ)
 
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:

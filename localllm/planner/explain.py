@@ -6,7 +6,7 @@ import re
 import textwrap
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, families, kernels, memory, places, prefill_cost, quality, speed
+from localllm.planner import decode_cost, efficiency, kernels, memory, places, prefill_cost, quality, speed
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import Plan, Range, backend_of
 from localllm.planner.why import mb
@@ -183,7 +183,7 @@ def _layout_line(plan: Plan, device: Device) -> list[str]:
 
 
 def _prompt_lines(plan: Plan, device: Device) -> list[str]:
-    tflops, basis = families.nominal_tflops(device, plan.backend)
+    tflops, basis = efficiency.nominal_tflops(device, plan.backend)
     hardware = speed.hardware(device, plan.variant, plan.settings)
     terms = prefill_cost.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
     flops = 2 * prefill_cost.matrix_params(plan.model, plan.variant)

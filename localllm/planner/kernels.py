@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localllm.device.types import Device, TypeRates
-from localllm.planner import families, kernels, needs
+from localllm.planner import efficiency, kernels, needs
 from localllm.planner.streams import streamed
 from localllm.planner.types import Workload, backend_of
 from localllm_catalog import quants
@@ -77,7 +77,7 @@ def masked_share(keys: Keys, batch: int) -> tuple[float, float]:
 
 def read_share(variant: Variant, keys: Keys) -> float:
     """Share of the usual rate at which weights of this format are read for one token."""
-    slow = "intel.vulkan" in keys and families.quant_class(variant.quant) not in _MESA_FAST
+    slow = "intel.vulkan" in keys and efficiency.quant_class(variant.quant) not in _MESA_FAST
     return _MESA_SHARE if slow else 1.0
 
 
@@ -89,7 +89,7 @@ def experts_read_share(variant: Variant, keys: Keys) -> float:
 
 def unpack_flops(variant: Variant, keys: Keys) -> float:
     """Arithmetic at the units' nominal rate that a weight of this format takes beyond what every format does."""
-    few = keys[0] == "metal" and families.quant_class(variant.quant) == "k23"
+    few = keys[0] == "metal" and efficiency.quant_class(variant.quant) == "k23"
     return _METAL_FEW_BITS_FLOPS if few else 0.0
 
 
@@ -143,7 +143,7 @@ def types_needed(variant: Variant) -> list[str]:
     base = base_type(variant)
     if not base:
         return []
-    return list(dict.fromkeys((families.CPU_YARDSTICK, base, _raised(base, 0.0)[0])))
+    return list(dict.fromkeys((efficiency.CPU_YARDSTICK, base, _raised(base, 0.0)[0])))
 
 
 @dataclass(frozen=True, slots=True)

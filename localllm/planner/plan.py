@@ -13,7 +13,6 @@ from localllm.device.types import Device
 from localllm.planner import (
     drafting,
     kernels,
-    kv_choice,
     memory,
     micro_batch,
     needs,
@@ -22,10 +21,10 @@ from localllm.planner import (
     quality,
     speed,
 )
-from localllm.planner.kv_choice import KvPrecision
 from localllm.planner.needs import Need
 from localllm.planner.placing import FREE, OffloadOptions
 from localllm.planner.projector import listed_bytes
+from localllm.planner.quality import KvPrecision
 from localllm.planner.speed import Measured
 from localllm.planner.streams import facts
 from localllm.planner.types import (
@@ -214,7 +213,7 @@ def _in_larger_steps(
 def _kv_types(device: Device, variant: Variant, workload: Workload, overrides: Overrides) -> tuple[str, ...]:
     """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its own groups."""
     mixed = backend_of(variant).mixed_kv and device.accelerator == "cpu"
-    return kv_choice.ladder(workload.purpose, overrides.kv_evidence, mixed=mixed)
+    return quality.ladder(workload.purpose, overrides.kv_evidence, mixed=mixed)
 
 
 def max_context(device: Device, plan: Plan) -> int:
@@ -275,7 +274,7 @@ def plan_for(
         quality_spread=rating.spread,
         is_rated=rating.is_evidence,
         kv_bytes_per_1k=memory.kv_bytes_per_1k_tokens(model, settings.kv_type),
-        kv_why=kv_choice.why(settings.kv_type, workload.purpose, overrides.kv_evidence),
+        kv_why=quality.why(settings.kv_type, workload.purpose, overrides.kv_evidence),
         draft_gain=speed.draft_gain(device, (model, variant), second) if second is not None else 1.0,
     )
     drafted = drafting.for_purpose(device, plan, workload)

@@ -3,7 +3,7 @@
 t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
     + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz / clock)^l + context · m
 
-The matrices are multiplied at what the board's power lets the units hold (power.py), if there are kernels for their type
+The matrices are multiplied at what the board's power lets the units hold (efficiency.py), if there are kernels for their type
 (kernels.py); attention computes of a micro-batch what its kernels do not skip of the mask (kernels.py too). Between
 the matrices every activation goes through memory: the smallest models spend as long on those as on their matrices. The mask
 itself llama.cpp writes on the host.

@@ -14,12 +14,11 @@ from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device
 from localllm.planner import (
     drafting,
-    families,
+    efficiency,
     memory,
     needs,
     picks,
     places,
-    power,
     quality,
     speed,
     why,
@@ -144,7 +143,7 @@ def detailed_plan(
     kept = why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value)
     if kept is not None:
         reasons.append(kept)
-    limit = power.limit_of(device)
+    limit = efficiency.limit_of(device)
     if limit is not None and "measured" not in plan.decode_tok_s.basis:
         reasons.append(limit.why)
     thinks = needs.sentence(plan, needs.need_of(workload))
@@ -186,7 +185,7 @@ def _other_kernels(device: Device, plan: Plan) -> str | None:
     other = _RADEON_KERNELS.get(device.accelerator)
     if other is None or not backend_of(plan.variant).runs_on(other):
         return None
-    if families.generation(device.match or device.name)[0] != "amd":
+    if efficiency.generation(device.match or device.name)[0] != "amd":
         return None
 
     def rates(machine: Device) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, families
+from localllm.planner import decode_cost, efficiency
 from localllm.planner.streams import streamed
 from localllm.planner.types import Plan
 
@@ -37,7 +37,7 @@ class Roofline:
 def of(device: Device, plans: Sequence[Plan]) -> Roofline:
     """The roofline of `device` with `plans` on it (log-log)."""
     bandwidth, basis = decode_cost.bandwidth_of(device)
-    tflops, _ = families.nominal_tflops(device)
+    tflops, _ = efficiency.nominal_tflops(device)
     points = tuple(
         RooflinePoint(
             streamed(p.model, p.variant).total_bytes / 1e9, p.decode_tok_s.value, f"{p.model.name} {p.variant.quant}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, families, speed
+from localllm.planner import decode_cost, efficiency, speed
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation, Workload
 from localllm_backends.placement import Placement
@@ -128,7 +128,7 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
     """
     parts = streamed(plan.model, plan.variant)
     bandwidth, basis = decode_cost.bandwidth_of(device)
-    tflops, tflops_basis = families.nominal_tflops(device)
+    tflops, tflops_basis = efficiency.nominal_tflops(device)
     measured = speed.hardware(device, plan.variant, plan.settings).timed_flops_s(plan.model, plan.variant)
     tflops = tflops if measured is None else measured[0] / 1e12
     windows = {layer.window for layer, _ in facts(plan.model).groups if layer.kind == "sliding" and layer.window}

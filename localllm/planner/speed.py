@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, efficiency, families, learned, places, power, prefill_cost
+from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost
 from localllm.planner.streams import streamed
 from localllm.planner.types import USUAL, Range, RunSettings, backend_of
 from localllm_backends.placement import Placement
@@ -97,7 +97,7 @@ def decode(
     backend = backend_of(variant).name
     here = [m for m in measured if m.backend == backend and m.decoded]
     if not here:
-        return power.within(device, _range(1 / step.total_s, step.spread, step.basis))
+        return efficiency.within(device, _range(1 / step.total_s, step.spread, step.basis))
     seconds, spread, names = _as_measured(device, model, variant, step, here)
     return _range(1 / seconds, spread, f"measured {here[0].where}: {names}")
 
@@ -213,7 +213,7 @@ def _as_measured(
         for depth, rate in m.decoded:
             parts = _step(device, m.model, m.variant, m.run, depth=depth).parts
             seen.append((same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE)))
-    prior = learned.CPU if families.engine_of(device, backend_of(variant).name) == "cpu" else learned.ACCELERATOR
+    prior = learned.CPU if efficiency.engine_of(device, backend_of(variant).name) == "cpu" else learned.ACCELERATOR
     learnt = learned.learn([o for _, o in seen], prior)
     seconds, unsure = learnt.seconds(step.parts), learnt.uncertainty(step.parts)
     own = [math.log(o.seconds / learnt.seconds(o.parts)) for same, o in seen if same]
@@ -239,7 +239,7 @@ def prefill(
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     basis, spread = _basis(efficiency.load()["prefill"], machine, model)
-    known = families.nominal_tflops(device)[1]
+    known = efficiency.nominal_tflops(device)[1]
     if known == "assumed":
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)
     elif known == "measured":
@@ -262,7 +262,7 @@ def prefill(
             "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
         )
     predicted = _range(1 / seconds, spread, basis)
-    return predicted if used else power.within(device, predicted)
+    return predicted if used else efficiency.within(device, predicted)
 
 
 def _prompt_seconds(

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm.service.files import call as run_program
-from localllm.service.files import remove_all, write_all
-from localllm.service.types import Call, CommandResult, Service, ServiceError, State
+from localllm.service.types import Call, CommandResult, Service, ServiceError, State, remove_all, write_all
+from localllm.service.types import call as run_program
 
 LABEL = "org.localllm.serve"
 # launchctl(1): no such service, and one that is on its way out (`bootout` does not wait).

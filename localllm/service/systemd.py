@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import UsageError
-from localllm.service.files import call as run_program
-from localllm.service.files import remove_all, write_all
-from localllm.service.types import NAME, Call, CommandResult, Service, ServiceError, State
+from localllm.service.types import NAME, Call, CommandResult, Service, ServiceError, State, remove_all, write_all
+from localllm.service.types import call as run_program
 
 SERVICE = f"{NAME}.service"
 SOCKET = f"{NAME}.socket"

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from localllm.service.files import call as run_program
-from localllm.service.files import remove_all, write_all
-from localllm.service.types import NAME, Call, CommandResult, Service, ServiceError, State
+from localllm.service.types import NAME, Call, CommandResult, Service, ServiceError, State, remove_all, write_all
+from localllm.service.types import call as run_program
 
 # winerror.h: SCHED_S_TASK_RUNNING, and that it has not run yet.
 _NO_EXIT_CODE = (0x41301, 0x41303)

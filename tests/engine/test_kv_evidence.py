@@ -12,7 +12,7 @@ from localllm import paths
 from localllm.cli.commands import doctor
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.host import kv_evidence
-from localllm.planner.kv_choice import KvPrecision, ladder, passes, why
+from localllm.planner.quality import KvPrecision, ladder, passes, why
 from localllm_backends.contract import Backend, BackendFailure, LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type, kv_fidelity
 from localllm_backends.llamacpp.backend import LlamaCppBackend

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from localllm.planner import decode_cost, families, kernels, prefill_cost
+from localllm.planner import decode_cost, efficiency, kernels, prefill_cost
 from localllm_catalog import catalog
 from localllm_catalog.types import Layer, Variant
 
@@ -14,7 +14,7 @@ MODELS = catalog.load().by_id
 
 
 def machine(name: str, engine: str, gbps: float = 400) -> decode_cost.Hardware:
-    return decode_cost.Hardware(families.hardware_keys(name, engine), gbps, 40)
+    return decode_cost.Hardware(efficiency.hardware_keys(name, engine), gbps, 40)
 
 
 def file(quant: str, file_format: Literal["gguf", "mlx"] = "gguf", size: int = 5_000_000_000) -> Variant:
@@ -40,7 +40,7 @@ def test_experts_in_bfloat16_crawl_where_the_driver_does_not_know_the_type() -> 
     slow, fast = (parts("qwen3-30b-a3b", bf16, hardware) for hardware in (halo, r9700))
     assert slow["routed"] == pytest.approx(5 * fast["routed"])
     assert slow["weights"] == fast["weights"]
-    assert kernels.experts_read_share(bf16, families.hardware_keys("Strix Halo", "rocm")) == 1.0
+    assert kernels.experts_read_share(bf16, efficiency.hardware_keys("Strix Halo", "rocm")) == 1.0
 
 
 def test_two_and_three_bits_are_arithmetic_under_metal_alone() -> None:

@@ -14,7 +14,7 @@ from benchmarks.planner_fit import ages, batched, fit, report
 from benchmarks.planner_fit import rows as planner_rows
 from benchmarks.planner_fit.rows import Row
 from localllm.device.named import resolve
-from localllm.planner import decode_cost, efficiency, families, prefill_cost
+from localllm.planner import decode_cost, efficiency, prefill_cost
 from localllm_catalog import catalog
 
 
@@ -72,7 +72,7 @@ def test_every_row_has_an_era_and_suspect_ones_are_known() -> None:
 
 
 def _age(device: str, engine: str, **what: object) -> ages.Age:
-    plain = ages.Age(families.hardware_keys(device, engine), "k", False, 4.0, "2025b", 0)
+    plain = ages.Age(efficiency.hardware_keys(device, engine), "k", False, 4.0, "2025b", 0)
     return replace(plain, **what)  # type: ignore[arg-type]
 
 
@@ -173,9 +173,9 @@ def test_the_fit_learns_the_very_terms_that_predict() -> None:
 
 
 def test_mlx_multiplies_on_the_matrix_units_of_m5_and_llamacpp_does_not() -> None:
-    plain, _ = families.part_tflops("M5 Max", 40, engine="metal")
-    mlx, basis = families.part_tflops("M5 Max", 40, engine="mlx")
-    assert mlx == pytest.approx(4 * families.part_tflops("M4 Max", 40)[0])
+    plain, _ = efficiency.part_tflops("M5 Max", 40, engine="metal")
+    mlx, basis = efficiency.part_tflops("M5 Max", 40, engine="mlx")
+    assert mlx == pytest.approx(4 * efficiency.part_tflops("M4 Max", 40)[0])
     assert mlx > 3 * plain
     assert basis == "derived"
-    assert families.part_tflops("M4 Max", 40, engine="mlx") == families.part_tflops("M4 Max", 40)
+    assert efficiency.part_tflops("M4 Max", 40, engine="mlx") == efficiency.part_tflops("M4 Max", 40)

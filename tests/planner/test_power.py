@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import decode_cost, power, prefill_cost
+from localllm.planner import decode_cost, efficiency, prefill_cost
 from localllm_catalog import catalog
 
 MODEL = next(m for m in catalog.load().models if m.id == "llama-3.1-8b-instruct")
@@ -17,7 +17,9 @@ VARIANT = next(v for v in MODEL.variants if v.quant == "Q4_K_M")
 def test_a_third_of_the_power_is_two_thirds_of_the_prompt() -> None:
     """llama.cpp's scoreboard for CUDA, Llama 2 7B of Q4_0: an L40 (142 SMs, 300 W) 0.67 of its units' nominal rate, an
     RTX 4090 (128, 450 W) 0.94, an RTX 4080 (76, 320 W) 1.14."""
-    l40, card, small = (power.share(part, units) for part, units in (("l40", 142), ("rtx 4090", 128), ("rtx 4080", 76)))
+    l40, card, small = (
+        efficiency.share(part, units) for part, units in (("l40", 142), ("rtx 4090", 128), ("rtx 4080", 76))
+    )
     assert l40 / card == pytest.approx(0.67 / 0.94, rel=0.1)
     assert small / card == pytest.approx(1.14 / 0.94, rel=0.1)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import decode_cost, families, kernels, prefill_cost
+from localllm.planner import decode_cost, efficiency, kernels, prefill_cost
 from localllm.planner.prefill_cost import PrefillTerms
 from localllm_catalog import catalog
 from localllm_catalog.types import Model, Variant
@@ -60,7 +60,7 @@ def test_the_mask_is_written_by_the_processor_and_grows_with_the_context() -> No
 
 
 def test_launches_of_prompts_go_by_the_clock() -> None:
-    slow, fast = (terms("qwen3-8b", replace(SPARK, clock_ghz=ghz)) for ghz in (1.4, families.REFERENCE_GHZ))
+    slow, fast = (terms("qwen3-8b", replace(SPARK, clock_ghz=ghz)) for ghz in (1.4, efficiency.REFERENCE_GHZ))
     assert slow.layers_s > 1.1 * fast.layers_s
     assert slow.matmul_s == fast.matmul_s
 
@@ -69,18 +69,20 @@ def test_what_has_no_kernels_for_a_type_multiplies_it_at_half_the_rate() -> None
     m = MODELS["qwen3-8b"]
     bf16 = Variant("gguf", "BF16", "", (), 16_400_000_000)
     halo, r9700, geforce = (
-        decode_cost.Hardware(families.hardware_keys(name, "vulkan"), 256, 37)
+        decode_cost.Hardware(efficiency.hardware_keys(name, "vulkan"), 256, 37)
         for name in ("AMD Ryzen AI Max+ 395 (Strix Halo)", "AMD Radeon AI PRO R9700", "NVIDIA GeForce RTX 4090")
     )
     shares = [kernels.matrix_share(bf16, hardware.keys) for hardware in (halo, r9700, geforce)]
     assert shares == [0.5, 1.0, 1.0]
     assert kernels.matrix_share(file_of(m, "Q4_K_M"), halo.keys) == 1.0
-    p100, p40 = (decode_cost.Hardware(families.hardware_keys(n, "cuda"), 700, 20) for n in ("Tesla P100", "Tesla P40"))
+    p100, p40 = (
+        decode_cost.Hardware(efficiency.hardware_keys(n, "cuda"), 700, 20) for n in ("Tesla P100", "Tesla P40")
+    )
     assert [kernels.matrix_share(file_of(m, "Q4_K_M"), h.keys) for h in (p100, p40)] == [0.5, 1.0]
 
 
 def test_m1_and_m2_emulate_what_mlx_computes_in() -> None:
     key = "apple-emulated-bf16.mlx"
-    assert all(key in families.hardware_keys(chip, "mlx") for chip in ("Apple M1", "M2 Ultra"))
-    assert not any(key in families.hardware_keys(chip, "mlx") for chip in ("Apple M3", "M4 Max"))
-    assert key not in families.hardware_keys("Apple M1", "metal")
+    assert all(key in efficiency.hardware_keys(chip, "mlx") for chip in ("Apple M1", "M2 Ultra"))
+    assert not any(key in efficiency.hardware_keys(chip, "mlx") for chip in ("Apple M3", "M4 Max"))
+    assert key not in efficiency.hardware_keys("Apple M1", "metal")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
-from localllm.planner import decode_cost, families, memory, power, recommend, speed
+from localllm.planner import decode_cost, efficiency, memory, recommend, speed
 from localllm.planner.speed import Measured
 from localllm.planner.streams import streamed
 from localllm.planner.types import RunSettings, Workload
@@ -90,12 +90,12 @@ def test_30b_a3b_at_four_and_a_half_bits_stores_17_gb_and_streams_under_2() -> N
 
 
 def _predicted(row: dict[str, str], m: Model, v: Variant) -> float:
-    hardware = families.hardware_keys(row["device"], row["engine"])
+    hardware = efficiency.hardware_keys(row["device"], row["engine"])
     generated = int(row["test"][2:]) if row["test"].startswith("tg") else 0
     depth = int(float(row["depth"] or 0) + generated / 2)
-    tflops = families.part_tflops(row["device"], int(float(row["units"] or 0)))[0]
+    tflops = efficiency.part_tflops(row["device"], int(float(row["units"] or 0)))[0]
     machine = decode_cost.Hardware(
-        hardware, float(row["bandwidth_gbps"]), tflops, clock_ghz=families.clock_ghz(row["device"])
+        hardware, float(row["bandwidth_gbps"]), tflops, clock_ghz=efficiency.clock_ghz(row["device"])
     )
     return 1 / decode_cost.decode_terms(m, v, machine, depth=depth).total_s
 
@@ -126,10 +126,10 @@ def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
 def test_launches_go_by_the_clock_and_reading_does_not() -> None:
     m = model("qwen3-8b")
     v = variant(m, "Q4_K_M")
-    keys = families.hardware_keys("NVIDIA GeForce RTX 4090", "cuda")
+    keys = efficiency.hardware_keys("NVIDIA GeForce RTX 4090", "cuda")
     slow, fast = (
         decode_cost.decode_terms(m, v, decode_cost.Hardware(keys, 1008, 165, clock_ghz=ghz))
-        for ghz in (1.4, families.REFERENCE_GHZ)
+        for ghz in (1.4, efficiency.REFERENCE_GHZ)
     )
     assert slow.layers_s > 1.1 * fast.layers_s
     assert (slow.weights_s, slow.unpacked_s, slow.kv_s) == (fast.weights_s, fast.unpacked_s, fast.kv_s)
@@ -362,5 +362,5 @@ def test_a_laptops_power_limit_is_in_the_range_and_said() -> None:
     assert desktop.low > 0.7 * desktop.value
     plans = recommend.recommend(resolve("RTX 3080 Ti Laptop"), [CATALOG.by_id["qwen3-8b"]], Workload()).plans
     assert any("lasting load" in reason for reason in plans[0].reasons)
-    assert power.limit_of(resolve("Tesla T4")) is not None
-    assert power.limit_of(resolve("M4 Max 128GB")) is None
+    assert efficiency.limit_of(resolve("Tesla T4")) is not None
+    assert efficiency.limit_of(resolve("M4 Max 128GB")) is None

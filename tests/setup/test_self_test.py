@@ -14,7 +14,7 @@ from localllm.cli.all_commands import app
 from localllm.device.in_use import ask_build
 from localllm.device.machines import identify
 from localllm.library import starter
-from localllm.setup import self_test, trial
+from localllm.setup import trial
 from localllm.setup.builds import SetupError
 from localllm_backends import conformance
 
@@ -22,12 +22,12 @@ MACHINE = identify(recordings.load("cpu_only_vm"))
 
 
 def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_model: Path) -> None:
-    test = self_test.examine(MACHINE, ask_build(), tiny_model, trial.environment_now())
+    test = trial.examine(MACHINE, ask_build(), tiny_model, trial.environment_now())
     assert test.failures == ()
     assert len(test.checks) == len(conformance.CHECKS)
     # llama.cpp samples no tokens itself.
     assert [c["check"] for c in test.checks if c["outcome"] != "ok"] == ["what is sampled follows from the logits"]
-    text = "\n".join(self_test.report(test))
+    text = "\n".join(trial.report(test))
     assert "result: passed" in text
     assert "10 of 10 tokens" in text
     for check in conformance.CHECKS:
@@ -47,18 +47,18 @@ def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(tiny_model:
     )
     environment = trial.environment_now()
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
-    test = self_test.examine(MACHINE, ask_build(), tiny_model, environment)
+    test = trial.examine(MACHINE, ask_build(), tiny_model, environment)
     (failure,) = test.failures
     assert "a fork at the end continues independently" in failure
     assert "SIGABRT" in failure
     assert len(test.checks) == 6
-    assert "1 failure(s)" in "\n".join(self_test.report(test))
+    assert "1 failure(s)" in "\n".join(trial.report(test))
 
 
 def test_a_build_that_does_not_start_is_a_report_too() -> None:
     build = replace(ask_build(), failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so")
-    test = self_test.examine(MACHINE, build, Path("none"), {})
-    text = "\n".join(self_test.report(test))
+    test = trial.examine(MACHINE, build, Path("none"), {})
+    text = "\n".join(trial.report(test))
     assert "SIGSEGV" in text
     assert "somebody" not in text
 

@@ -94,7 +94,7 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
     """What KV types were measured to cost on the models that were used here."""
     from localllm.device.health import HealthCheck
     from localllm.engine.host import kv_evidence
-    from localllm.planner.kv_choice import KvPrecision, passes
+    from localllm.planner.quality import KvPrecision, passes
 
     checks = []
     for file in sorted(folder.glob("*.json")):
@@ -117,7 +117,7 @@ def _examine(file: Path, *, as_json: bool) -> None:
     from localllm.device.detect import hardware
     from localllm.errors import UsageError
     from localllm.library import starter
-    from localllm.setup import self_test, trial
+    from localllm.setup import trial
     from localllm.setup.builds import SetupError
 
     if as_json:
@@ -131,8 +131,8 @@ def _examine(file: Path, *, as_json: bool) -> None:
     if build is None:
         raise SetupError("llama-cpp-python is not installed: there is nothing to examine", hint="localllm setup")
     print("examining the engine on the real device: some minutes …", file=sys.stderr, flush=True)
-    test = self_test.examine(hardware(), build, model, trial.environment_now())
-    text = "\n".join([*self_test.report(test), ""])
+    test = trial.examine(hardware(), build, model, trial.environment_now())
+    text = "\n".join([*trial.report(test), ""])
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as e:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from localllm.device.types import Device
     from localllm.library.types import LocalModel
-    from localllm.planner.kv_choice import KvPrecision
     from localllm.planner.placing import OffloadOptions
     from localllm.planner.plan import Overrides
+    from localllm.planner.quality import KvPrecision
     from localllm.planner.speed import Measured
     from localllm.planner.types import Plan, Workload
     from localllm.settings import Settings
@@ -161,7 +161,7 @@ def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     """What KV types were measured to cost on these very files."""
     from localllm import paths
     from localllm.engine.host import kv_evidence
-    from localllm.planner.kv_choice import KvPrecision
+    from localllm.planner.quality import KvPrecision
     from localllm_backends.llamacpp.weights import fingerprint
 
     folder = paths.kv_evidence_dir()
