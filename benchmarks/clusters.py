@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.planner_fit.rows import variant_of
 from localllm.cli.recommend.cluster import machines
-from localllm.planner import cluster, sharing
+from localllm.planner import cluster
 from localllm.planner.types import Range, RunSettings
 from localllm_catalog import catalog
 from localllm_catalog.types import Model
@@ -68,7 +68,7 @@ def _compare(record: dict[str, str], models: dict[str, Model]) -> Compared:
     shares = [cluster.Share(b, n, 0, b.memory.limit_bytes) for b, n in zip(boxes, layers, strict=True)]
     link = cluster.LINKS.get(record["link"], cluster.LINKS["10gbe"])
     if shared:
-        said = sharing.decode_over(model, variant, settings, boxes, link, depth=depth + n_tokens // 2)
+        said = cluster.tensor_parallel_decode(model, variant, settings, boxes, link, depth=depth + n_tokens // 2)
     elif decoding:
         said = cluster.decode_over(model, variant, settings, shares, link, depth=depth + n_tokens // 2)
     else:

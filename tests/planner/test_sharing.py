@@ -11,7 +11,7 @@ from benchmarks.clusters import compared
 from localllm.cli.all_commands import app
 from localllm.cli.recommend.cluster import machines
 from localllm.library.catalog import load_catalog
-from localllm.planner import cluster, sharing
+from localllm.planner import cluster
 from localllm.planner.types import RunSettings
 from localllm_catalog.types import Model, Variant
 
@@ -29,7 +29,7 @@ def test_more_machines_hold_less_each_and_are_faster_but_never_as_much_as_they_a
     model, variant = found(name)
     needs, speeds = [], []
     for n in (1, 2, 4):
-        plan = sharing.plan(model, variant, SETTINGS, machines(f"{n}x m3 ultra 512gb"), LINK)
+        plan = cluster.tensor_parallel_plan(model, variant, SETTINGS, machines(f"{n}x m3 ultra 512gb"), LINK)
         assert plan is not None
         needs.append(plan.needs_bytes)
         speeds.append(plan.decode_tok_s.value)
@@ -45,15 +45,15 @@ def test_more_machines_hold_less_each_and_are_faster_but_never_as_much_as_they_a
 def test_over_ethernet_the_sums_cost_more_than_sharing_gains() -> None:
     model, variant = found("qwen3-235b-a22b-instruct-2507")
     boxes = machines("2x m3 ultra 512gb")
-    plan = sharing.plan(model, variant, SETTINGS, boxes, cluster.LINKS["10gbe"])
+    plan = cluster.tensor_parallel_plan(model, variant, SETTINGS, boxes, cluster.LINKS["10gbe"])
     assert plan is not None
     assert plan.decode_tok_s.value < plan.alone_tok_s
-    assert plan.decode_tok_s.value < sharing.decode_over(model, variant, SETTINGS, boxes, LINK).value
+    assert plan.decode_tok_s.value < cluster.tensor_parallel_decode(model, variant, SETTINGS, boxes, LINK).value
 
 
 def test_what_does_not_fit_on_each_is_no_plan() -> None:
     model, variant = found("qwen3-235b-a22b-instruct-2507")
-    assert sharing.plan(model, variant, SETTINGS, machines("2x m4 max 64gb"), LINK) is None
+    assert cluster.tensor_parallel_plan(model, variant, SETTINGS, machines("2x m4 max 64gb"), LINK) is None
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_what_does_not_fit_on_each_is_no_plan() -> None:
 )
 def test_who_can_share_what_is_said(name: str, quant: str, boxes: str, says: str) -> None:
     model, variant = found(name, quant)
-    assert says in sharing.why_not(model, variant, machines(boxes))
-    assert bool(says) == bool(sharing.why_not(model, variant, machines(boxes)))
+    assert says in cluster.why_not(model, variant, machines(boxes))
+    assert bool(says) == bool(cluster.why_not(model, variant, machines(boxes)))
 
 
 def test_the_command_shows_both_ways_to_use_two_macs() -> None:

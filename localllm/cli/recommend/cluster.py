@@ -10,8 +10,7 @@ from localllm.errors import UsageError
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
-    from localllm.planner.cluster import ClusterPlan
-    from localllm.planner.sharing import SharedPlan
+    from localllm.planner.cluster import ClusterPlan, SharedPlan
     from localllm.planner.types import Workload
 
 _COUNTED = re.compile(r"(\d+)\s*(?:x|×|\*)\s*(.+)", re.IGNORECASE)
@@ -39,7 +38,7 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
 
     from localllm.library.catalog import load_catalog
     from localllm.library.describe import describe
-    from localllm.planner import cluster, plan, sharing
+    from localllm.planner import cluster, plan
     from localllm.planner.types import RunSettings
 
     if link not in cluster.LINKS:
@@ -59,9 +58,9 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
         if variant.format == "gguf" and (not quant or variant.quant.lower() == quant.lower())
     ]
     shared = [
-        (variant.quant, sharing.plan(model, variant, settings, boxes, cluster.LINKS[link]))
+        (variant.quant, cluster.tensor_parallel_plan(model, variant, settings, boxes, cluster.LINKS[link]))
         for variant in model.variants
-        if (not quant or variant.quant.lower() == quant.lower()) and not sharing.why_not(model, variant, boxes)
+        if (not quant or variant.quant.lower() == quant.lower()) and not cluster.why_not(model, variant, boxes)
     ]
     if as_json:
         return [json.dumps([*(_json(q, p) for q, p in plans), *(_shared_json(q, p) for q, p in shared)], indent=2)]
