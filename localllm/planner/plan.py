@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
 from localllm.planner import (
+    decode_cost,
     drafting,
     kernels,
     memory,
-    micro_batch,
     needs,
     places,
     placing,
+    prefill_cost,
     quality,
     speed,
 )
@@ -197,12 +198,12 @@ def _in_larger_steps(
     mixture that is divided, experts may make room for it as long as an answer comes about as fast."""
     settings, need, fits = settled
     if fits == "yes":
-        wider, needed = micro_batch.larger(device, model, variant, settings, need, prompt_tokens)
+        wider, needed = with_larger_micro_batch(device, model, variant, settings, need, prompt_tokens)
         return (wider, needed, "yes") if verdict(device, needed) == "yes" else settled
     if fits != "split" or model.experts is None or not offload.is_free:
         return settled
     rate = speed.decode(device, model, variant, settings).value
-    for size in micro_batch.sizes(device, model, variant, settings, prompt_tokens):
+    for size in larger_micro_batches(device, model, variant, settings, prompt_tokens):
         start = replace(settings.placed(experts_on_host=0, tensor_split=()), n_batch=size)
         found = placing.best_split(device, model, variant, start, offload)
         if found is not None and speed.decode(device, model, variant, found).value >= _AS_FAST * rate:
@@ -346,3 +347,51 @@ def score(plan: Plan, need: Need) -> float:
     if plan.variant.is_estimate:
         points -= _ESTIMATE_COST * abs(points)
     return points
+
+
+MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)
+# A doubling that makes a prompt less than this faster is not worth its memory: it is less than the prediction is worth.
+_PAYS = 1.05
+# Share of what an accelerator may hold that larger steps may take of it, and of the context that one step may fill.
+_SHARE_OF_MEMORY = 1 / 16
+_SHARE_OF_CONTEXT = 1 / 4
+
+
+def larger_micro_batches(
+    device: Device, model: Model, variant: Variant, settings: RunSettings, prompt_tokens: int
+) -> Sequence[int]:
+    """Micro-batches larger than `settings` has that pay for a prompt of so many tokens on `device`, the largest first.
+
+    A micro-batch reads all weights once: the more tokens share that, the faster is prefill, and the larger are a step's
+    buffers. A processor is bound by arithmetic long before."""
+    if device.accelerator == "cpu":
+        return ()
+    hardware = decode_cost.hardware_of(device, backend_of(variant).name)
+    held = prefill_cost.prefill_terms(
+        model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=settings.n_batch
+    ).total_s
+    found: list[int] = []
+    for size in MICRO_BATCHES:
+        if size <= settings.n_batch:
+            continue
+        if size > min(prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT):
+            break
+        each = prefill_cost.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=size).total_s
+        if held < each * _PAYS:
+            break
+        found.insert(0, size)
+        held = each
+    return found
+
+
+def with_larger_micro_batch(
+    device: Device, model: Model, variant: Variant, settings: RunSettings, need: MemoryNeed, prompt_tokens: int
+) -> tuple[RunSettings, MemoryNeed]:
+    """`settings` of a plan that fits with room to spare, and its `need`, with the largest micro-batch that pays and takes
+    little; as they are where none does."""
+    for size in larger_micro_batches(device, model, variant, settings, prompt_tokens):
+        tried = replace(settings, n_batch=size)
+        taken = memory.need(model, variant, tried, device)
+        if taken.total_bytes - need.total_bytes <= _SHARE_OF_MEMORY * need.limit_bytes:
+            return tried, taken
+    return settings, need
