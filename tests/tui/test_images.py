@@ -126,7 +126,8 @@ def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, s
                             await pilot.pause()
 
                         await ask("what is this?")
-                        assert said in str([static.render() for static in app.query("ErrorNote Static")])
+                        while said not in str([static.render() for static in app.query("ErrorNote Static")]):
+                            await pilot.pause(0.05)
                         await ask("say hi")
                         assert app.chat.session.turns[-1].role == "assistant"
 
