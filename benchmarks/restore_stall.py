@@ -59,9 +59,9 @@ def main() -> None:
         _run(engine, _request("first", line, 4), line)
         engine.close()
         engine = _engine(path, folder, arguments.threads)
-        assert engine.disk is not None
+        assert engine.pool.kv.disk is not None
         if arguments.mb_s:
-            engine.disk.open_file = slowly
+            engine.pool.kv.disk.open_file = slowly
         engine.submit(_request("stream", [50, 60, 70], 4000), [50, 60, 70])
         for _ in range(40):
             engine.step()

@@ -90,15 +90,15 @@ class Engine:
     available: Available | None = None
 
     def __post_init__(self) -> None:
-        self.disk = self._make_disk()
-        self.pool = SequencePool(self.backend, KvStore(self.backend, self.settings.cache_bytes, self.disk))
+        kv = KvStore(self.backend, self.settings.cache_bytes, self._make_disk())
+        self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
         drafting = DraftContext(self.backend, self.draft_backend, self.settings.draft, self.clock)
         others = of_this_process()
         self.speculator = Speculator(drafting, others)
         self._sizer = ChunkSizer(self.backend.info.n_batch)
-        self.pool.kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
+        kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self.clock()
         self._stalled, self._housekeeping = False, True
@@ -362,8 +362,8 @@ class Engine:
 
     def _wake(self, *, busy: bool) -> None:
         self._memory.mind()
-        if self.disk is not None:
-            self.disk.working(busy)
+        if (disk := self.pool.kv.disk) is not None:
+            disk.working(busy)
 
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
@@ -374,8 +374,8 @@ class Engine:
         if self._images is not None:
             self._images.encoder.close()
         self.pool.finish()
-        if self.disk is not None:
-            self.disk.close()
+        if (disk := self.pool.kv.disk) is not None:
+            disk.close()
         self.speculator.close()
         self.backend.close()
 
@@ -470,7 +470,7 @@ class Engine:
             "lost_blocks": kv.lost_blocks,
             "prefill_chunk": self._sizer.chunk,
             "decode_threads_most": self._throttle.threads,
-            **(self.disk.snapshot() if self.disk else NO_DISK),
+            **(kv.disk.snapshot() if kv.disk else NO_DISK),
             **(self._images.encoder.snapshot() if self._images else {}),
         }
 
