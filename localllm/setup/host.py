@@ -8,11 +8,10 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+from localllm.device.probes import read_text, run
 from localllm.device.types import Device
 
 Version = tuple[int, int]
@@ -23,7 +22,8 @@ _USUAL_CORES = {"GB10": 20}
 @dataclass(frozen=True, slots=True)
 class BuildHost:
     """`version` of the installed llama-cpp-python, which every other build must have too; `own_backends` is what that one
-    can drive. `nvcc` None = no CUDA compiler; `cuda_driver` is the newest CUDA that the driver runs, None = not known."""
+    can drive. `nvcc` None = no CUDA compiler; `cuda_driver` is the newest CUDA that the driver runs, `gcc` the C++ compiler's major
+    number where it is GCC, `glibc` the C library's version, `rocm` that of AMD's runtime; None = not here, or not known."""
 
     system: str
     architecture: str
@@ -36,7 +36,9 @@ class BuildHost:
     cuda_driver: Version | None = None
     glslc: bool = False
     vulkan_loader: bool = True
-    rocm_runtime: bool = False
+    rocm: Version | None = None
+    gcc: int | None = None
+    glibc: Version | None = None
 
 
 def read(own_backends: tuple[str, ...]) -> BuildHost:
@@ -54,7 +56,9 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
         cuda_driver=_cuda_driver(),
         glslc=shutil.which("glslc") is not None,
         vulkan_loader=ctypes.util.find_library("vulkan") is not None or sys.platform == "win32",
-        rocm_runtime=ctypes.util.find_library("amdhip64") is not None or Path("/opt/rocm/lib/libamdhip64.so").exists(),
+        rocm=_rocm(),
+        gcc=_gcc(),
+        glibc=_version(platform.libc_ver()[1]),
     )
 
 
@@ -84,13 +88,31 @@ def _n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _nvcc_version(path: str) -> Version | None:
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(r"release (\d+)\.(\d+)", said)
+def _version(text: str) -> Version | None:
+    """The first two numbers of "13.0.88"."""
+    found = re.search(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def _nvcc_version(path: str) -> Version | None:
+    return _version(run(path, "--version").partition("release ")[2])
+
+
+def _gcc() -> int | None:
+    """The major number of the g++ that nvcc takes; None where there is none (on a Mac g++ is clang)."""
+    path = shutil.which("g++") if sys.platform.startswith("linux") else None
+    number = run(path, "-dumpversion").partition(".")[0].strip() if path else ""
+    return int(number) if number.isdigit() else None
+
+
+def _rocm() -> Version | None:
+    """AMD's runtime: what its packages say, else the major number in its library's name."""
+    told = read_text("/opt/rocm/.info/version")
+    if told is not None and (found := _version(told)):
+        return found
+    name = ctypes.util.find_library("amdhip64") or ""
+    number = name.rpartition(".so.")[2].partition(".")[0]
+    return (int(number), 0) if number.isdigit() else None
 
 
 def _cuda_driver() -> Version | None:

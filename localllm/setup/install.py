@@ -21,7 +21,7 @@ from localllm import paths
 from localllm.setup import builds, trial
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost
-from localllm.setup.recipes import FOLDER, BuildRecipe, Step
+from localllm.setup.steps import FOLDER, BuildRecipe, Step
 
 Say = Callable[[str], None]
 Run = Callable[[list[str], Mapping[str, str], Path], int]

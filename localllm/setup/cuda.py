@@ -1,0 +1,268 @@
+"""NVIDIA: which ready-made wheel has code of every card here, and how the rest is compiled. Pure.
+
+A wheel's code (November 2026; llama-cpp-python's build-wheels-cuda.yaml): CUDA 13's for 7.5 to 9.0, CUDA 12's for 6.0 to 9.0, both
+with PTX of 9.0, from which the driver makes code of any newer part at the first start; CUDA 11.8's for 6.0 to 8.9 without PTX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from localllm.device.types import Device
+from localllm.setup.builds import SetupError
+from localllm.setup.host import BuildHost, Version
+from localllm.setup.steps import TOOLKIT, BuildRecipe, Step, chain, compiler, from_source, is_x86, minutes, wheel
+
+_CUDA_13 = f"{TOOLKIT}/nvidia/cu13"
+_CODE: tuple[Version, ...] = ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0))
+# The compiler in the packages is complete for Linux from CUDA 13 on (CUDA 12's holds ptxas alone); before 13.4 it does not take
+# GCC 16, before 13.2 not the C library's 2.42 (crt/host_config.h and crt/math_functions.h; tests/setup/recorded/cuda_headers.txt).
+PACKAGED = "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl,cublas]>=13.4,<14"
+_NEWEST_GCC: tuple[tuple[Version, int], ...] = (
+    ((13, 4), 16),
+    ((13, 0), 15),
+    ((12, 8), 14),
+    ((12, 4), 13),
+    ((12, 0), 12),
+)
+_GLIBC_2_42_FROM: Version = (13, 2)
+_OLDEST_PACKAGED_CODE: Version = (7, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaWheel:
+    """One of the index's kinds: the CUDA it needs of the driver, the capabilities it has code of, and the systems it is for."""
+
+    cuda: Version
+    oldest: Version
+    newest: Version = (9, 0)
+    ptx: bool = True
+    systems: tuple[str, ...] = ("linux", "windows")
+
+    @property
+    def index(self) -> str:
+        return f"cu{self.cuda[0]}{self.cuda[1]}"
+
+    def has_code_of(self, capability: Version) -> bool:
+        """Code of a part runs on later ones of the same major number."""
+        codes = [code for code in _CODE if self.oldest <= code <= self.newest]
+        return any(code[0] == capability[0] and code[1] <= capability[1] for code in codes)
+
+    def runs_on(self, capability: Version) -> bool:
+        return self.has_code_of(capability) or (self.ptx and capability > self.newest)
+
+
+WHEELS = (
+    CudaWheel((13, 0), (7, 5)),
+    CudaWheel((12, 5), (6, 0)),
+    CudaWheel((12, 4), (6, 0)),
+    CudaWheel((12, 3), (6, 0), systems=("linux",)),
+    CudaWheel((12, 2), (6, 0), systems=("linux",)),
+    CudaWheel((12, 1), (6, 0), systems=("linux",)),
+    CudaWheel((11, 8), (6, 0), newest=(8, 9), ptx=False),
+)
+
+
+def capabilities(device: Device) -> tuple[Version, ...]:
+    """Of every card, each once, the oldest first; nothing where none is known."""
+    known = set()
+    for card in (device,):
+        major, _, minor = card.compute_capability.partition(".")
+        if major.isdigit() and minor.isdigit():
+            known.add((int(major), int(minor)))
+    return tuple(sorted(known))
+
+
+def dotted(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def needs_own_code(device: Device) -> bool:
+    """True for NVIDIA's newest, where an installed CUDA build may be one that was made for older parts."""
+    return device.accelerator == "cuda" and any(c > WHEELS[0].newest for c in capabilities(device))
+
+
+def recipe(device: Device, host: BuildHost) -> BuildRecipe:
+    """What runs on all cards of `device`: a wheel with code of each, else one compiled for them, else a wheel from whose PTX the
+    driver makes it. Raises SetupError where there is nothing of the kind."""
+    if device.accelerator != "cuda":
+        raise SetupError(
+            f"{device.name} has no NVIDIA GPU that a CUDA build could use",
+            hint="`localllm device` shows what was found, `localllm setup --dry-run` what would be made",
+        )
+    cards = capabilities(device)
+    ready = _newest(host, lambda w: all(map(w.has_code_of, cards)))
+    translated = _newest(host, lambda w: all(map(w.runs_on, cards)))
+    compiled = _compiled(device, host, cards, ready)
+    if ready is not None:
+        found = [_from_wheel(host, ready, cards), *compiled]
+    else:
+        found = [*compiled, *([_from_wheel(host, translated, cards)] if translated is not None else [])]
+    if not found:
+        told, hint = _nothing(device, host, cards)
+        raise SetupError(told, hint=hint)
+    return chain(*found)
+
+
+def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> tuple[str, str]:
+    """Why there is no CUDA build, and what to do."""
+    if not cards:
+        return f"the compute capability of {device.name} is unknown", "update the NVIDIA driver"
+    driver = f" with a driver for CUDA {dotted(host.cuda_driver)}" if host.cuda_driver else ""
+    told = f"no CUDA wheel or compiler here has code of {' and '.join(map(dotted, cards))}{driver}"
+    return told, "update the NVIDIA driver, or localllm setup --backend vulkan"
+
+
+# --- wheels ---------------------------------------------------------------------------------------------------------
+
+
+def _newest(host: BuildHost, fits: Callable[[CudaWheel], bool]) -> CudaWheel | None:
+    """The newest wheel for this system and its driver that `fits`."""
+    if not is_x86(host):
+        return None
+    for found in WHEELS:
+        driven = host.cuda_driver is None or found.cuda <= host.cuda_driver
+        if driven and host.system in found.systems and fits(found):
+            return found
+    return None
+
+
+def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> BuildRecipe:
+    because = f"this wheel has code of {_listed(code for code in _CODE if found.oldest <= code <= found.newest)}"
+    notes: tuple[str, ...] = ()
+    if any(not found.has_code_of(card) for card in cards):
+        because += ", and PTX from which the driver makes code of newer parts"
+        notes = (
+            "the first start takes minutes, while the driver compiles; native code is faster where it can be made",
+        )
+    elif cards:
+        because += f": {_listed(cards)} {'is' if len(cards) == 1 else 'are'} covered"
+    if host.cuda_driver and host.cuda_driver < WHEELS[0].cuda:
+        because += f"; this driver does CUDA {dotted(host.cuda_driver)}"
+    steps, libraries = _libraries(host, found)
+    return BuildRecipe(
+        name="cuda" if found is WHEELS[0] else f"cuda-{dotted(found.cuda)}",
+        backend="cuda",
+        title=f"llama.cpp for CUDA {dotted(found.cuda)}, llama-cpp-python's own wheel",
+        because=because,
+        steps=(*steps, wheel(host, found.index)),
+        library_dirs=libraries,
+        takes="a download",
+        notes=notes,
+    )
+
+
+def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """CUDA's own libraries, which are not in the wheels: of the system where its toolkit is of that CUDA, else of the packages;
+    and where they then lie."""
+    if host.system == "linux" and host.nvcc and host.nvcc[0] == found.cuda[0] and host.nvcc >= found.cuda:
+        return (), (f"{host.nvcc_path.rpartition('/bin/')[0]}/lib64",) if "/bin/" in host.nvcc_path else ()
+    version = dotted(found.cuda)
+    step = Step(
+        f"the CUDA {version} libraries", ("install", "--target", TOOLKIT, f"cuda-toolkit[cudart,cublas]=={version}.*")
+    )
+    windows = host.system == "windows"
+    if found.cuda[0] >= 13:
+        return (step,), (f"{_CUDA_13}/bin/x86_64" if windows else f"{_CUDA_13}/lib",)
+    folder = "bin" if windows else "lib"
+    return (step,), tuple(f"{TOOLKIT}/nvidia/{package}/{folder}" for package in ("cuda_runtime", "cublas"))
+
+
+def _listed(versions: Iterable[Version]) -> str:
+    *most, last = map(dotted, versions)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+# --- compiled -------------------------------------------------------------------------------------------------------
+
+
+def _compiled(device: Device, host: BuildHost, cards: Sequence[Version], ready: CudaWheel | None) -> list[BuildRecipe]:
+    """Native code of every card: by this system's compiler where it can make it, and by the packages' after it."""
+    if not cards:
+        return []
+    because = "code for exactly the cards that are here"
+    if ready is None:
+        because = f"no ready-made wheel has code of {_listed(cards)}"
+        if not is_x86(host):
+            because = f"there are no CUDA wheels for {host.architecture}"
+    found = []
+    refused = _refused(host, cards)
+    if host.nvcc and not refused:
+        how = f"compiled by this system's nvcc {dotted(host.nvcc)}"
+        cmake = [f"-DCMAKE_CUDA_COMPILER={host.nvcc_path}"] if host.nvcc_path else []
+        found.append(_compile(host, cards, how, because, cmake=cmake))
+    if device.family == "Jetson" and cards[-1] < (11, 0):
+        if not found:
+            needs = ("nvcc of JetPack: sudo apt install nvidia-jetpack",)
+            found.append(_compile(host, cards, "compiled by JetPack's nvcc", because, needs=needs))
+    elif host.system == "linux" and cards[0] >= _OLDEST_PACKAGED_CODE:
+        found.append(_packaged(host, cards, f"{because}; {refused}" if refused else because))
+    return found
+
+
+def _packaged(host: BuildHost, cards: Sequence[Version], because: str) -> BuildRecipe:
+    steps = (
+        Step("the CUDA 13 compiler and libraries (1.1 GB on disk)", ("install", "--target", TOOLKIT, PACKAGED)),
+        Step("names that CMake looks for", links=_CUDA_13),
+    )
+    cmake = [f"-DCMAKE_CUDA_COMPILER={_CUDA_13}/bin/nvcc", f"-DCUDAToolkit_ROOT={_CUDA_13}"]
+    needs: tuple[str, ...] = ()
+    if host.cuda_driver and host.cuda_driver < (13, 0):
+        told = f"an NVIDIA driver of version 580 or newer (this one does CUDA {dotted(host.cuda_driver)}): update it"
+        needs = (told,)
+    how = "compiled by the CUDA 13 compiler from the package index"
+    return _compile(host, cards, how, because, steps, cmake, needs, (f"{_CUDA_13}/lib",))
+
+
+def _compile(
+    host: BuildHost,
+    cards: Sequence[Version],
+    how: str,
+    because: str,
+    before: tuple[Step, ...] = (),
+    cmake: Sequence[str] = (),
+    needs: tuple[str, ...] = (),
+    libraries: tuple[str, ...] = (),
+) -> BuildRecipe:
+    """Native code alone. From 9.0 on "a" adds the instructions that only this very part has."""
+    numbers = [f"{major}{minor}" for major, minor in cards]
+    targets = ";".join(f"{n}{'a' if card >= (9, 0) else ''}-real" for n, card in zip(numbers, cards, strict=True))
+    flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={targets}", "-DLLAVA_BUILD=ON", *cmake]
+    return BuildRecipe(
+        name=f"cuda-{'-'.join(numbers)}",
+        backend="cuda",
+        title=f"llama.cpp for CUDA, native code of sm_{' and sm_'.join(numbers)}, {how}",
+        because=because,
+        steps=(*before, from_source(host, flags)),
+        needs=(*compiler(host), *needs),
+        library_dirs=libraries,
+        takes=minutes(host, 42 * len(cards)),
+    )
+
+
+def _refused(host: BuildHost, cards: Sequence[Version]) -> str:
+    """Why this system's nvcc can't compile for these cards here; "" where it can, or there is none."""
+    nvcc = host.nvcc
+    if nvcc is None:
+        return ""
+    name = f"this system's nvcc {dotted(nvcc)}"
+    if nvcc < max(map(_oldest_nvcc, cards)):
+        return f"{name} does not know {dotted(cards[-1])}"
+    if nvcc >= (13, 0) and cards[0] < _OLDEST_PACKAGED_CODE:
+        return f"{name} no longer knows {dotted(cards[0])}"
+    if host.glibc and host.glibc >= (2, 42) and nvcc < _GLIBC_2_42_FROM:
+        return f"{name} does not compile against this system's C library {dotted(host.glibc)}"
+    newest = next((gcc for version, gcc in _NEWEST_GCC if nvcc >= version), 12)
+    if host.gcc and host.gcc > newest:
+        return f"{name} does not take this system's GCC {host.gcc}"
+    if host.cuda_driver and host.cuda_driver[0] < nvcc[0]:
+        return f"what {name} makes does not run on a driver for CUDA {dotted(host.cuda_driver)}"
+    return ""
+
+
+def _oldest_nvcc(capability: Version) -> Version:
+    """The first CUDA whose compiler knows the part as we compile for it."""
+    if capability > (12, 0) or capability[0] == 11:
+        return 13, 0
+    return (12, 8) if capability >= (10, 0) else (12, 0)
