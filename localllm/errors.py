@@ -37,6 +37,7 @@
     │   └── HubUnreachableError       the hub can't be asked now (library)               502
     ├── ServerUnreachableError        no server answers, or it went away                 500  exit 6
     ├── SetupError                    a build can't be made here, or is broken (setup)   500  exit 6
+    │   └── SlowerBuildError          it works, and slower than the one before (setup)   500
     ├── ServiceError                  the service manager refused, or is not there (service)  500  exit 1
     ├── DeviceUnreadableError         the machine does not say what it has (device)      500  exit 1
     └── HistoryError                  the chats' file can't be used (conversation)       500  exit 1

@@ -131,6 +131,7 @@ TOO_MANY_PARAMETERS = {
     "localllm/cli/commands/chat.py::chat": _TYPER,
     "localllm/cli/commands/recommend.py::recommend": _TYPER,
     "localllm/cli/commands/serve.py::serve": _TYPER,
+    "localllm/cli/commands/setup.py::setup": _TYPER,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,17 +1,19 @@
-"""Tries a backend on a real model, in a process of its own: ten greedy tokens, the contract's checks (conformance.py), or the cost
-of KV types.
+"""Tries a backend on a real model, in a process of its own: ten greedy tokens, the contract's checks (conformance.py), a turn's
+seconds, or the cost of KV types.
 
 A build of an engine that is broken may crash, hang or compute nonsense, so whoever tries one runs this program:
 
     python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": 0}'
     python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": -1, "follow": [284, 1904]}'
     python -m localllm_backends.trial llamacpp conformance MODEL '{"layers": -1}'
+    python -m localllm_backends.trial llamacpp turn MODEL '{"layers": -1}'
     python -m localllm_backends.trial llamacpp kv MODEL '{"text": "…", "pairs": [["q8_0", "q4_0"]]}'
 
 and reads JSON lines from its standard output. `greedy` prints one: the tokens chosen and their text, how far behind the
 best each is in logits (`gaps`, nothing but zeros where it follows nobody), its seconds. With `follow`, each step continues
 from the given token instead of the chosen one, so that a step says what it computed whatever the one before chose.
-`conformance` prints a line before and after each check, so that a crash names its check. `kv` prints what each pair of KV types
+`conformance` prints a line before and after each check, so that a crash names its check. `turn` prints the least seconds that
+reading a prompt and writing behind it took in several tries. `kv` prints what each pair of KV types
 costs in precision over the text, and what identifies the model and the build.
 """
 
@@ -32,6 +34,8 @@ PROMPT = "The alphabet begins with these letters: A, B, C, D, E, F, G,"
 N_TOKENS = 10
 # Quantised weights times rounded activations: one kernel's order of sums is not another's. (SmolLM2 on a CPU: 0.012.)
 _REAL_MODEL_NOISE = 0.05
+_BATCH = 64
+_TURN_READ, _TURN_WRITTEN, _TURNS = 256, 32, 3
 
 
 def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
@@ -63,6 +67,23 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
         "prompt_s": prompt_s,
         "decode_s": (total_s - prompt_s) / max(len(chosen) - 1, 1),
     }
+
+
+def turn(backend: Backend) -> dict[str, Any]:
+    """Seconds to read `_TURN_READ` tokens and write `_TURN_WRITTEN` behind them: the least of several tries, since everything that
+    disturbs one makes it longer."""
+    prompt = (backend.tokenize(PROMPT, add_bos=True) * _TURN_READ)[:_TURN_READ]
+    seconds = []
+    for _ in range(_TURNS):
+        sequence = backend.new_sequence()
+        started = time.perf_counter()
+        for start in range(0, len(prompt), _BATCH):
+            backend.step([Chunk(sequence, prompt[start : start + _BATCH])])
+        for token in prompt[:_TURN_WRITTEN]:
+            backend.step([Chunk(sequence, [token])]).logits(0)
+        seconds.append(time.perf_counter() - started)
+        backend.drop(sequence)
+    return {"turn_s": min(seconds)}
 
 
 def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -105,6 +126,8 @@ def _answers(backend: Backend, what: str, wanted: dict[str, Any]) -> Iterator[di
         yield from conformance(backend)
     elif what == "kv":
         yield kv_fidelity(backend, wanted["text"], wanted["pairs"])
+    elif what == "turn":
+        yield turn(backend)
     else:
         yield greedy(backend, wanted.get("follow", ()))
 
@@ -117,7 +140,9 @@ def _main(arguments: Sequence[str]) -> int:
         if backend_type is None:
             raise LoadError(f"there is no backend {engine!r}")
         backend = backend_type.load(
-            LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=64, placement=Placement(gpu_layers=wanted.get("layers", -1)))
+            LoadSpec(
+                path, n_ctx=512, n_seq_max=4, n_batch=_BATCH, placement=Placement(gpu_layers=wanted.get("layers", -1))
+            )
         )
     except (BackendFailure, ImportError, OSError, RuntimeError, AttributeError) as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)

@@ -76,28 +76,33 @@ def listed() -> list[Build]:
     """Every finished build, by name; "own" is not among them."""
     found = []
     for file in sorted(_root().glob("*/build.json")):
-        build = _read(file)
+        build = _read(file, file.parent.name)
         if build is not None:
             found.append(build)
     return found
 
 
 def named(name: str) -> Build:
-    build = _read(folder_of(name) / "build.json")
+    build = _read(folder_of(name) / "build.json", name)
     if build is None:
         there = ", ".join([OWN, *(b.name for b in listed())])
         raise BuildNotFoundError(f"there is no build {name!r}", hint=f"installed: {there}; `localllm setup` makes more")
     return build
 
 
-def _read(file: Path) -> Build | None:
+def read(folder: Path) -> Build | None:
+    """The finished build that `folder` holds, whatever it is called while another of its name is made; None where it holds none."""
+    return _read(folder / "build.json")
+
+
+def _read(file: Path, name: str = "") -> Build | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         values["devices"], values["library_dirs"] = tuple(values["devices"]), tuple(values["library_dirs"])
         build = Build(**values)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole = build.name == file.parent.name and (file.parent / "site" / "llama_cpp").is_dir()
+    whole = name in ("", build.name) and (file.parent / "site" / "llama_cpp").is_dir()
     return build if whole else None
 
 

@@ -14,11 +14,19 @@ Say = Callable[[str], None]
 
 
 def settle(
-    recipe: BuildRecipe, host: BuildHost, model: Path, say: Say, *, again: bool = False, run: install.Run | None = None
+    recipe: BuildRecipe,
+    host: BuildHost,
+    model: Path,
+    say: Say,
+    *,
+    again: bool = False,
+    accept_slower: Callable[[str], bool] = lambda _: False,
+    run: install.Run | None = None,
 ) -> str:
     """Have `recipe`, or what follows it, made, tried on `model` and chosen: the name of the build that runs from now on.
 
-    One that is there goes before those that would be made, but for `again`. Raises SetupError with the reason of each where none
+    One that is there goes before those that would be made, but for `again`. One that is slower than what runs now is taken only
+    where `accept_slower` says so of the sentence it is asked. Raises SetupError with the reason of each where none
     works: what ran before still runs.
     """
     there = {build.name for build in builds.listed() if build.version == host.version and not again}
@@ -39,10 +47,13 @@ def settle(
                 _try_again(candidate, model, say)
                 builds.choose(candidate.name)
             else:
-                build = install.make(candidate, host, model, say, run)
+                build = install.make(candidate, host, model, say, run, accept_slower=accept_slower)
                 builds.choose(build.name)
                 say(f"{build.name} works ({build.trial}) and runs from the next start of a model on")
             return candidate.name
+        except install.SlowerBuildError as e:
+            say(f"not taken: {e.message}: {e.hint}")
+            return builds.chosen()
         except SetupError as e:
             failures.append(e)
             say(f"   not taken: {e.message}")

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from localllm import paths
-from localllm.setup import builds, trial
+from localllm.device.in_use import ask_build
+from localllm.setup import builds, processor_part, trial
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost
 from localllm.setup.steps import FOLDER, BuildRecipe, Step
@@ -26,17 +27,28 @@ from localllm.setup.steps import FOLDER, BuildRecipe, Step
 Say = Callable[[str], None]
 Run = Callable[[list[str], Mapping[str, str], Path], int]
 _TICK_S = 15.0
+# Two runs of one build on a machine that does nothing else are within a few per cent.
+_SLOWER = 1.1
 
 
-def make(recipe: BuildRecipe, host: BuildHost, model: Path, say: Say, run: Run | None = None) -> builds.Build:
+def make(
+    recipe: BuildRecipe,
+    host: BuildHost,
+    model: Path,
+    say: Say,
+    run: Run | None = None,
+    *,
+    accept_slower: Callable[[str], bool] = lambda _: False,
+) -> builds.Build:
     """Make the recipe's build, and have it compute ten tokens of `model`. It is not chosen yet.
 
-    `say` hears what happens; `run` runs a command with an environment and a log (default: subprocess). Raises SetupError,
-    having put back what was there before.
+    `say` hears what happens; `run` runs a command with an environment and a log (default: subprocess). `accept_slower` is asked,
+    with a sentence, where the accelerated build that runs now is faster. Raises SetupError, having put back what was there
+    before; SlowerBuildError where it computes well but was not accepted.
     """
     log = _log_path(recipe.name)
     folder = builds.folder_of(recipe.name)
-    with _alone(), _aside(folder):
+    with _alone(), _aside(folder) as old:
         folder.mkdir(parents=True)
         for number, step in enumerate(recipe.steps, 1):
             say(f"{number} of {len(recipe.steps)}: {step.said}")
@@ -48,18 +60,82 @@ def make(recipe: BuildRecipe, host: BuildHost, model: Path, say: Say, run: Run |
         expected = trial.reference(model, plain)
         if isinstance(expected, str):
             raise SetupError(f"{recipe.name} was built, but {expected}", hint="localllm doctor")
-        verdict = trial.judge(recipe.backend, expected, builds.with_folder(folder, recipe.library_dirs, plain))
+        environment = builds.with_folder(folder, recipe.library_dirs, plain)
+        verdict = _judged(recipe, folder, expected, environment, plain, say)
         if verdict.failure:
             raise SetupError(
                 f"the build {recipe.name} was taken back: {verdict.failure}",
                 hint=f"what ran before still runs; all that was printed is in {log}",
             )
+        before = _before(recipe, old, host, plain)
+        slower = "" if before is None else _slower(model, before, environment, say)
+        if slower and not accept_slower(slower):
+            raise SlowerBuildError(f"{recipe.name} works, but {slower}")
         build = builds.Build(
             recipe.name, recipe.backend, recipe.title, host.version, datetime.date.today().isoformat(),
             verdict.devices, verdict.said, recipe.library_dirs,
         )  # fmt: skip
         builds.finish(build)
         return build
+
+
+class SlowerBuildError(SetupError):
+    """A build works, and is slower than the one that runs, which goes on."""
+
+    code = "build_slower"
+    default_hint = "`localllm setup --again --keep` takes it all the same"
+
+
+def _judged(
+    recipe: BuildRecipe,
+    folder: Path,
+    expected: trial.ReferenceAnswer,
+    environment: Mapping[str, str],
+    plain: Mapping[str, str],
+    say: Say,
+) -> trial.TrialVerdict:
+    """The trial; of a ready-made build with the processor's part of the build that was compiled here, where that goes well."""
+    package = folder / "site" / "llama_cpp"
+    own = ask_build(plain).folder if any("--only-binary" in step.pip for step in recipe.steps) else ""
+    if own and processor_part.exchange(package, Path(own)):
+        verdict = trial.judge(recipe.backend, expected, environment)
+        failure = verdict.failure or trial.judge_processor(expected, environment).failure
+        if not failure:
+            say(
+                "   the processor's part is that of the build which came with localllm: it was compiled for this processor"
+            )
+            return verdict
+        say(f"   with the processor's part of the build which came with localllm {failure}: its own is put back")
+        processor_part.put_back(package)
+    return trial.judge(recipe.backend, expected, environment)
+
+
+def _before(recipe: BuildRecipe, old: Path, host: BuildHost, plain: Mapping[str, str]) -> Mapping[str, str] | None:
+    """The environment of the accelerated build that runs until now (`old`: where one of this recipe's name stands aside); None where
+    the processor computes, which is no measure: the starter model is too small for a GPU."""
+    chosen = builds.chosen()
+    if chosen == builds.OWN:
+        return plain if host.own_backends != ("cpu",) else None
+    folder = old if chosen == recipe.name else builds.folder_of(chosen)
+    there = builds.read(folder)
+    if there is None or there.backend == "cpu":
+        return None
+    return builds.with_folder(folder, there.library_dirs, plain)
+
+
+def _slower(model: Path, before: Mapping[str, str], now: Mapping[str, str], say: Say) -> str:
+    """How much slower the new build is, measured in turns with the one before; "" where it is not, or that one no longer runs."""
+    say("measured beside the build that runs now: a short turn, each twice")
+    both: tuple[list[float], list[float]] = ([], [])
+    for which, environment in ((0, before), (1, now), (1, now), (0, before)):
+        seconds = trial.turn_s(model, environment)
+        if seconds is None:
+            return ""
+        both[which].append(seconds)
+    old_s, new_s = min(both[0]), min(both[1])
+    said = f"a turn takes {new_s * 1e3:.0f} ms, with the build that runs now {old_s * 1e3:.0f} ms"
+    say(f"   {said}")
+    return said if new_s > _SLOWER * old_s else ""
 
 
 def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -> None:
@@ -108,8 +184,9 @@ def _alone() -> Iterator[None]:
 
 
 @contextmanager
-def _aside(folder: Path) -> Iterator[None]:
-    """A free place at `folder`; what was there comes back, and what was made goes, unless the block ends well."""
+def _aside(folder: Path) -> Iterator[Path]:
+    """A free place at `folder`; what was there, which the block is told the place of, comes back, and what was made goes, unless
+    the block ends well."""
     old = folder.with_name(f".{folder.name}.before")
     if old.exists() and not (folder / "build.json").exists():
         # An earlier run was killed in the middle.
@@ -121,7 +198,7 @@ def _aside(folder: Path) -> Iterator[None]:
     else:
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        yield
+        yield old
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         if old.exists():

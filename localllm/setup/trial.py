@@ -60,6 +60,13 @@ def reference(model: Path, environment: Mapping[str, str]) -> ReferenceAnswer | 
     return ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
 
 
+def turn_s(model: Path, environment: Mapping[str, str], *, layers: int = -1) -> float | None:
+    """Seconds of a short turn with the build that `environment` runs, all its layers on the device (or `layers` of them); None where
+    it does not get that far."""
+    answers, failure = run(["llamacpp", "turn", str(model), json.dumps({"layers": layers})], environment)
+    return None if failure or not answers else float(answers[-1]["turn_s"])
+
+
 def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
     """Try the build that `environment` runs. `backend`: what must be among its devices and do the work."""
     build = ask_build(environment)
@@ -68,7 +75,17 @@ def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str
     devices = tuple(_said(device) for device in build.devices)
     if backend != "cpu" and backend not in build.accelerators:
         return TrialVerdict(f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices)
-    layers = 0 if backend == "cpu" else -1
+    return _computed(expected, environment, 0 if backend == "cpu" else -1, devices)
+
+
+def judge_processor(expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
+    """Try the build that `environment` runs on the processor alone: what computes the layers and experts that no device holds."""
+    return _computed(expected, environment, 0)
+
+
+def _computed(
+    expected: ReferenceAnswer, environment: Mapping[str, str], layers: int, devices: tuple[str, ...] = ()
+) -> TrialVerdict:
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
     answers, failure = run(["llamacpp", "greedy", str(expected.model), order], environment)
     if failure or not answers:

@@ -100,6 +100,7 @@ def make(doctor: Doctor, model: Path, recipe: BuildRecipe = CPU, code: int = 0) 
 
 def test_a_build_that_computes_as_the_processor_does_is_kept_and_runs(tiny_model: Path) -> None:
     build = make(whole, tiny_model)
+    assert all(library.is_symlink() for library in processor_libraries(build)), "what was compiled is left as it is"
     assert builds.listed() == [build]
     assert builds.chosen() == builds.OWN
     builds.choose("cpu")
@@ -292,3 +293,99 @@ def test_where_no_recipe_works_every_reason_is_in_the_error_and_what_ran_still_r
     assert "other tokens" in caught.value.message
     assert "a driver" in caught.value.message
     assert (builds.chosen(), builds.listed()) == ("cpu", [before])
+
+
+WHEEL = replace(
+    CPU,
+    name="wheel",
+    steps=(Step("a wheel", ("install", "--target", "{build}/site", "--only-binary", "llama-cpp-python")),),
+)
+
+
+def processor_libraries(build: builds.Build) -> list[Path]:
+    return sorted((build.folder / "site" / "llama_cpp" / "lib").glob("libggml-cpu.so*"))
+
+
+def runs_with_its_own_part_alone(package: Path) -> None:
+    """A build that another's processor part is no good in."""
+    _append(
+        package,
+        "import os, pathlib\n"
+        "if not (pathlib.Path(__file__).parent / 'lib' / 'libggml-cpu.so').is_symlink():\n"
+        "    os.abort()\n",
+    )
+
+
+def of_another_version(package: Path) -> None:
+    for library in (package / "lib").glob("libggml-base.so.*.*"):
+        library.rename(library.with_name("libggml-base.so.0.0.1"))
+
+
+def test_a_ready_made_build_computes_with_the_processors_part_that_was_compiled_here(tiny_model: Path) -> None:
+    build = make(whole, tiny_model, WHEEL)
+    libraries = processor_libraries(build)
+    assert libraries
+    # The wheel's, which are links in this test, stand aside.
+    assert not any(library.is_symlink() for library in libraries)
+    assert all(library.read_bytes() == libraries[0].read_bytes() for library in libraries)
+    compiled = make(whole, tiny_model)
+    assert all(library.is_symlink() for library in processor_libraries(compiled)), (
+        "one that was compiled is left as it is"
+    )
+
+
+@pytest.mark.parametrize("doctor", [runs_with_its_own_part_alone, of_another_version])
+def test_where_that_does_not_go_the_wheels_own_part_stays(doctor: Doctor, tiny_model: Path) -> None:
+    build = make(doctor, tiny_model, WHEEL)
+    assert all(library.is_symlink() for library in processor_libraries(build))
+    assert "10 of 10 tokens" in build.trial
+
+
+def turns_take(seconds: float) -> Doctor:
+    """A build whose turns take that long, at every step."""
+
+    def doctor(package: Path) -> None:
+        _append(
+            package,
+            "import time\n"
+            "from llama_cpp.llama_cpp import llama_decode as _decode\n"
+            "def llama_decode(context, batch):\n"
+            f"    time.sleep({seconds})\n"
+            "    return _decode(context, batch)\n",
+        )
+
+    return doctor
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "accepts", "taken"),
+    [
+        (0.0, 0.01, False, False),
+        pytest.param(0.01, 0.0, False, True, marks=pytest.mark.long),
+        pytest.param(0.0, 0.01, True, True, marks=pytest.mark.long),
+    ],
+)
+def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for(
+    before: float, now: float, accepts: bool, taken: bool, tiny_model: Path
+) -> None:
+    """Measured side by side in one trial. The build before counts as an accelerated one here: a processor's is no measure."""
+    old = builds.Build("cpu", "vulkan", "the one before", HOST.version, "2026-01-01")
+    log = paths.private_dir(paths.log_dir()) / "before.log"
+    installer(turns_take(before))(["--target", str(old.folder / "site")], {}, log)
+    builds.finish(old)
+    builds.choose("cpu")
+    asked: list[str] = []
+
+    def accept(sentence: str) -> bool:
+        asked.append(sentence)
+        return accepts
+
+    said: list[str] = []
+    name = chain.settle(
+        CPU, HOST, tiny_model, said.append, again=True, accept_slower=accept, run=installer(turns_take(now))
+    )
+    assert name == "cpu"
+    assert bool(asked) == (now > before)
+    assert (builds.named("cpu").title == "a build") == taken
+    assert builds.chosen() == "cpu"
+    assert any("--keep" in sentence for sentence in said) == (not taken)

@@ -26,6 +26,9 @@ def setup(
     use: Annotated[str, typer.Option("--use", metavar="BUILD", help="Run that build from now on.")] = "",
     remove: Annotated[str, typer.Option("--remove", metavar="BUILD", help="Delete that build.")] = "",
     again: Annotated[bool, typer.Option("--again", help="Make a build anew that is there already.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the new build even where it is slower than the one before.")
+    ] = False,
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="With --dry-run: another machine, as you would type it.")
     ] = "",
@@ -63,7 +66,7 @@ def setup(
         if dry_run:
             print("\n".join(lines(machine, recipes)))
         else:
-            _do(machine, recipes, host, again=again)
+            _do(machine, recipes, host, again=again, keep=keep)
 
 
 def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
@@ -131,7 +134,7 @@ def _listed() -> list[str]:
     return [*out, "", "* runs (`localllm setup --use BUILD` chooses; LOCALLLM_BUILD=BUILD for one run)"]
 
 
-def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: bool) -> None:
+def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: bool, keep: bool) -> None:
     from localllm.library import starter
     from localllm.setup import chain, install
     from localllm.setup.builds import SetupError
@@ -153,7 +156,12 @@ def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: 
             install.make_in_environment(recipe, _say)
             _say("MLX works")
         else:
-            chain.settle(recipe, host, model, _say, again=again)
+            chain.settle(recipe, host, model, _say, again=again, accept_slower=lambda said: keep or _asked(said))
+
+
+def _asked(said: str) -> bool:
+    """Whoever sits there decides; where nobody does, what runs goes on."""
+    return sys.stdin.isatty() and typer.confirm(f"It works, but {said}. Take it all the same?", err=True)
 
 
 def _say(sentence: str) -> None:
