@@ -156,7 +156,7 @@ def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[d
         "bytes": {quant: s.weights_bytes for quant, s in chosen.items()},
         "source": "hf-api",
     }
-    projector = variants.projector_of(listing)
+    projector = variants.projector_of(listing, there[0].files[0].name)
     if projector is not None:
         table |= {"mmproj": projector.name, "mmproj_bytes": projector.size_bytes}
     return [table]
@@ -241,10 +241,9 @@ def from_hub(repo: str, list_files: Callable[[str], Listing]) -> tuple[Model, di
     there = [s for s in variants.selections(listing) if s.format == "gguf"]
     if not there:
         raise DownloadError(f"{repo} holds no GGUF files", hint="name the repository of the model's GGUF files")
-    smallest = min(there, key=lambda s: s.weights_bytes)
-    model = variants.model_of(listing, smallest)
+    model = variants.model_of(listing, there)
     name = repo.rpartition("/")[2].lower().removesuffix("-gguf")
-    return model, {"id": name, "file": smallest.files[0].name, **table_of(model, repo)}, listing
+    return model, {"id": name, "file": there[0].files[0].name, **table_of(model, repo)}, listing
 
 
 def table_of(model: Model, repo: str) -> dict[str, Any]:

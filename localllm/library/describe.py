@@ -103,7 +103,7 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
 def _variant(selection: Selection, listing: Listing) -> Variant:
     from localllm_catalog.types import Variant
 
-    projector = variants.projector_of(listing)
+    projector = variants.projector_of(listing, selection.files[0].name)
     return Variant(
         "mlx" if selection.format == "mlx" else "gguf",
         selection.quant,
@@ -120,7 +120,9 @@ def _read(listing: Listing, there: list[Selection]) -> Model:
     """The shapes that the smallest of these files state, of which only the header is fetched."""
     if there[0].format == "mlx":
         return _of_config(listing, there[0])
-    model, _, _ = catalog_update.from_hub(listing.repo, lambda _: replace(listing, files=there[0].files))
+    model, _, _ = catalog_update.from_hub(
+        listing.repo, lambda _: replace(listing, files=tuple(f for s in there for f in s.files))
+    )
     return model
 
 

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from localllm.library import names
+from localllm.library import file_kinds, names
+from localllm.library.file_kinds import is_gguf
 from localllm.library.types import LocalModel, Origin
 
 _MAX_FILES = 20_000
+# Folders within folders: deeper than anybody keeps models, and a bound where links make a circle of them.
+DEPTH = 16
 _MAX_JSON_BYTES = 32 << 20
 # Tokenizers and generators of text; the other folders with safetensors in a hub cache (encoders, diffusion) are not ours.
 _TEXT_ARCHITECTURES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -38,29 +41,51 @@ def walk(folder: Path, depth: int) -> Iterator[tuple[Path, list[Path]]]:
         yield current, files
 
 
-def ggufs(files: list[Path], origin: Origin, repo: str = "") -> list[LocalModel]:
-    """The whole GGUF models among the files of one folder: splits count once, and only when every part is there."""
-    weights = {f.name: f for f in files if f.suffix.lower() == ".gguf" and not names.is_projector(f.name)}
-    projector = best_projector([f for f in files if f.suffix.lower() == ".gguf" and names.is_projector(f.name)])
+def ggufs(files: list[Path], origin: Origin, repo: str = "", root: Path | None = None) -> list[LocalModel]:
+    """The whole GGUF models among `files`: splits count once, and only when every part is there.
+
+    `files` are those of one folder, or, with `root`, of all folders of the repository that lies there. Projectors go to
+    the model they belong to; what is no model is named with it.
+    """
+    if not any(is_gguf(f.name) for f in files):
+        return []
+    from localllm_catalog.kinds import MODELS
+
+    kinds_of = file_kinds.of_files(
+        {str(f.relative_to(root)).replace(os.sep, "/") if root else f.name: f for f in files if is_gguf(f.name)}
+    )
+    weights = {name: f for name, (f, kind) in kinds_of.items() if kind in MODELS}
+    others = [(str(kind), f) for f, kind in kinds_of.values() if kind not in MODELS]
+    projectors = {name: f for name, (f, kind) in kinds_of.items() if kind == "projector"}
     found = []
     for name, file in weights.items():
         split = names.split_of(name)
-        parts = [file]
-        if split is not None:
-            stem, number, count = split
-            if number != 1:
-                continue
-            wanted = [f"{stem}-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1)]
-            parts = [weights[part] for part in wanted if part in weights]
-            if len(parts) != count:
-                continue
+        if split is not None and split[1] != 1:
+            continue
+        parts = [weights[part] for part in names.split_parts(name) if part in weights]
         size = _total_size(parts)
-        if size:
-            stem = names.stem_of(name)
-            found.append(
-                LocalModel(stem, file, "gguf", size, names.quant_of(name), origin, repo, tuple(parts), projector)
+        if not size or (split is not None and len(parts) != split[2]):
+            continue
+        projector = _own_projector(name, weights, projectors, one_repo=bool(repo))
+        quant = names.quant_of(file.name) or names.quant_of(name)
+        companions = tuple(other for other in others if other[1] != projector)
+        found.append(
+            LocalModel(
+                names.stem_of(name), file, "gguf", size, quant, origin, repo, tuple(parts), projector, companions
             )
+        )
     return found
+
+
+def _own_projector(name: str, weights: dict[str, Path], projectors: dict[str, Path], *, one_repo: bool) -> Path | None:
+    """The projector of the model `name`: by the names, else the one whose header names the model or its base."""
+    from localllm_catalog import kinds
+
+    mine = kinds.own_projectors(name, list(weights), list(projectors), one_repo=one_repo)
+    if not mine and projectors:
+        said = file_kinds.said_names(weights[name])
+        mine = [p for p, file in projectors.items() if said & file_kinds.said_names(file)]
+    return best_projector([projectors[p] for p in mine])
 
 
 def best_projector(candidates: list[Path]) -> Path | None:
@@ -129,17 +154,23 @@ def _total_size(parts: list[Path]) -> int:
     return total
 
 
-def scan(folder: Path, origin: Origin, *, depth: int = 3, repo_of_folder: bool = False) -> list[LocalModel]:
+def scan(folder: Path, origin: Origin, *, depth: int = DEPTH, repo_of_folder: bool = False) -> list[LocalModel]:
     """All models below `folder`. `repo_of_folder`: its layout is publisher/model/files, as on the hub."""
     found: list[LocalModel] = []
+    of_repo: dict[str, list[Path]] = {}
     for current, files in walk(folder, depth):
         repo = ""
         if repo_of_folder:
             parts = current.relative_to(folder).parts
             candidate = "/".join(parts[:2])
             repo = candidate if len(parts) >= 2 and names.safe_repo(candidate) else ""
-        found += ggufs(files, origin, repo)
+        if repo:
+            of_repo.setdefault(repo, []).extend(files)
+        else:
+            found += ggufs(files, origin)
         model = mlx(current, files, origin, current.name, repo)
         if model is not None:
             found.append(model)
+    for repo, files in of_repo.items():
+        found += ggufs(files, origin, repo, folder / repo)
     return found

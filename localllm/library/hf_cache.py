@@ -82,26 +82,13 @@ def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
 def models_of(snapshot: Path, repo: str, origin: Origin = "hf-cache") -> list[LocalModel]:
     """The whole models in one snapshot: GGUFs at any level, or the snapshot itself as an MLX folder."""
     found: list[LocalModel] = []
-    projector: Path | None = None
-    for current, files in folders.walk(snapshot, 3):
-        here = folders.ggufs(files, origin, repo)
-        if current == snapshot:
-            projector = (
-                here[0].mmproj if here else folders.best_projector([f for f in files if names.is_projector(f.name)])
-            )
-            model = folders.mlx(current, files, origin, repo.partition("/")[2], repo)
-            if model is not None:
-                found.append(model)
-        for model in here:
-            quant = model.quant or names.quant_of(str(model.path.relative_to(snapshot)).replace(os.sep, "/"))
-            found.append(_with(model, quant, model.mmproj or projector))
-    return found
-
-
-def _with(model: LocalModel, quant: str, mmproj: Path | None) -> LocalModel:
-    from dataclasses import replace
-
-    return replace(model, quant=quant, mmproj=mmproj)
+    there: list[Path] = []
+    for current, files in folders.walk(snapshot, folders.DEPTH):
+        there += files
+        model = folders.mlx(current, files, origin, repo.partition("/")[2], repo) if current == snapshot else None
+        if model is not None:
+            found.append(model)
+    return found + folders.ggufs(there, origin, repo, snapshot)
 
 
 # --- blobs ----------------------------------------------------------------------------------------------------------
@@ -131,7 +118,7 @@ def unreferenced(cache: Path) -> list[Path]:
     for _, folder in repos(cache):
         used: set[str] = set()
         for snapshot in snapshots(folder):
-            for _, files in folders.walk(snapshot, 4):
+            for _, files in folders.walk(snapshot, folders.DEPTH):
                 for file in files:
                     if file.is_symlink():
                         used.add(os.path.basename(os.readlink(file)))
@@ -150,7 +137,7 @@ def remove(model: LocalModel) -> int:
     folder = _repo_of(model.path)
     files = [*model.files, *([model.mmproj] if model.mmproj is not None and _is_last(model, folder) else [])]
     if model.format == "mlx":
-        files = [f for _, found in folders.walk(model.path, 3) for f in found]
+        files = [f for _, found in folders.walk(model.path, folders.DEPTH) for f in found]
     wanted = {os.path.relpath(f, _snapshot_of(model.path)) for f in files}
     freed = 0
     for snapshot in snapshots(folder):
@@ -191,7 +178,7 @@ def _remove_if_empty(folder: Path) -> None:
     import shutil
 
     for snapshot in snapshots(folder):
-        if any(files for _, files in folders.walk(snapshot, 8)):
+        if any(files for _, files in folders.walk(snapshot, folders.DEPTH)):
             return
     if partials_in(folder):
         return

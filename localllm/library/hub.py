@@ -21,6 +21,7 @@ from localllm import __version__
 from localllm.addresses import address_kind
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library import names
+from localllm.library.file_kinds import is_gguf
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -86,11 +87,12 @@ class RepoFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at one commit."""
+    """A repository at one commit. `left_out`: names of its files that are no names here, printable."""
 
     repo: str
     commit: str
     files: tuple[RepoFile, ...]
+    left_out: tuple[str, ...] = ()
 
     def get(self, name: str) -> RepoFile | None:
         return next((f for f in self.files if f.name == name), None)
@@ -225,7 +227,10 @@ def _checked(repo: str, info: Any) -> Listing:
     siblings = info.siblings or []
     if _COMMIT.fullmatch(commit) is None or len(siblings) > _MAX_FILES:
         raise _unusable(repo, "it names no commit" if len(siblings) <= _MAX_FILES else "it lists too many files")
-    return Listing(repo, commit, tuple(f for s in siblings if (f := _file(repo, s)) is not None))
+    files = tuple(f for s in siblings if (f := _file(repo, s)) is not None)
+    known = {f.name for f in files}
+    left_out = tuple(ascii(n)[1:-1] for s in siblings if (n := str(s.rfilename)) not in known and is_gguf(n))
+    return Listing(repo, commit, files, left_out)
 
 
 def _file(repo: str, sibling: Any) -> RepoFile | None:

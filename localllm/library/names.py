@@ -30,8 +30,9 @@ def mlx_quant_of(name: str) -> str:
 
 
 def same_quant(asked: str, quant: str) -> bool:
-    """True if `quant` is what a person who typed `asked` means: case, and unsloth's "UD-" prefix, do not matter."""
-    a, q = asked.upper(), quant.upper()
+    """True if `quant` is what a person who typed `asked` means: case, unsloth's "UD-" prefix, and the P of FP16 do not
+    matter."""
+    a, q = (re.sub("^FP(?=16|32)", "F", text.upper()) for text in (asked, quant))
     return a == q or a == q.removeprefix("UD-")
 
 
@@ -55,9 +56,31 @@ def split_of(name: str) -> tuple[str, int, int] | None:
     return match["stem"], int(match["no"]), int(match["count"])
 
 
-def is_projector(name: str) -> bool:
-    """True for the file of an image or audio projector, which is no model by itself."""
-    return "mmproj" in name.rpartition("/")[2].lower()
+def split_parts(name: str) -> list[str]:
+    """The names of all parts of the split GGUF that `name` is one of; `name` alone for a whole file."""
+    found = split_of(name)
+    if found is None:
+        return [name]
+    stem, _, count = found
+    return [f"{stem}-{n:05d}-of-{count:05d}{name[-len('.gguf') :]}" for n in range(1, count + 1)]
+
+
+_RAW_PART = re.compile(
+    r"(?P<whole>.+\.gguf)(?:[.-]split-?[a-z0-9]{1,3}|[.-]part-?[0-9a-z]{1,3}(?:-?of-?[0-9]{1,3})?|\.[0-9]{2,3})",
+    re.IGNORECASE,
+)
+
+
+def raw_part_of(name: str) -> str:
+    """The file that a raw part is cut from ("m.gguf" of "m.gguf-split-a", "m.gguf.part1of2"), or ""."""
+    match = _RAW_PART.fullmatch(name)
+    return match["whole"] if match else ""
+
+
+def join_hint(whole: str) -> str:
+    """How raw parts become the file `whole` again."""
+    base = whole.rpartition("/")[2]
+    return f"its parts are pieces of one file: fetch all of them and join them in order: `cat '{base}'?* > joined.gguf`"
 
 
 def stem_of(name: str) -> str:

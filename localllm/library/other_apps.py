@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localllm.library import app_folders, folders, hf_cache, names
+from localllm.library import app_folders, file_kinds, folders, hf_cache, names
 from localllm.library.types import LocalModel
 
 _OLLAMA_DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
@@ -26,30 +27,24 @@ _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 
 def lmstudio(store: Path) -> list[LocalModel]:
     """LM Studio's models folder: publisher/model/*.gguf, or MLX files in publisher/model."""
-    return folders.scan(store, "lmstudio", depth=3, repo_of_folder=True)
+    return folders.scan(store, "lmstudio", repo_of_folder=True)
 
 
 def llamacpp(cache: Path) -> list[LocalModel]:
     """llama.cpp's cache: flat files called publisher_repository_file.gguf, or the hub's layout (since 2026)."""
     files = next((files for _, files in folders.walk(cache, 0)), [])
     known = [r for f in files if (r := _repo_of_manifest(f.name) or _repo_of_name(f.name))]
+    of_repo: dict[str, list[Path]] = {}
+    for file in files:
+        repo = next((r for r in known if file.name.startswith(r.replace("/", "_") + "_")), "")
+        of_repo.setdefault(repo, []).append(file)
+    # The cache holds many repositories side by side: what lies beside a model is what came of its own.
     found = []
-    for model in folders.ggufs(files, "llama.cpp"):
-        repo = next((r for r in known if model.path.name.startswith(r.replace("/", "_") + "_")), "")
-        name = model.name.removeprefix(repo.replace("/", "_") + "_") if repo else model.name
-        # The cache holds many repositories side by side: a projector belongs to the model of its own.
-        projector = _own_projector(files, repo) if repo else None
-        found.append(
-            LocalModel(
-                name, model.path, "gguf", model.size_bytes, model.quant, "llama.cpp", repo, model.files, projector
-            )
-        )
+    for repo, its in of_repo.items():
+        prefix = repo.replace("/", "_") + "_" if repo else ""
+        models = folders.ggufs(its, "llama.cpp", repo)
+        found += [replace(m, name=m.name.removeprefix(prefix)) for m in models]
     return found + hf_cache.scan(cache, "llama.cpp")
-
-
-def _own_projector(files: list[Path], repo: str) -> Path | None:
-    prefix = repo.replace("/", "_") + "_"
-    return folders.best_projector([f for f in files if f.name.startswith(prefix) and names.is_projector(f.name)])
 
 
 def _repo_of_manifest(name: str) -> str:
@@ -128,6 +123,8 @@ def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalMo
                 by_type.setdefault(str(layer.get("mediaType")), []).append(blob)
     weights = by_type.get(_MODEL, [])
     if len(weights) != 1 or _ADAPTER in by_type or not _is_gguf(weights[0]):
+        return None
+    if not file_kinds.may_be_model(weights[0]):
         return None
     host, namespace, model, tag = name
     repo = f"{namespace}/{model}" if host in ("hf.co", "huggingface.co") else ""

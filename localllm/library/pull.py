@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import DownloadError, ModelNotFoundError
-from localllm.library import app_folders, hf_cache, hub, names, other_apps, store, transfer, variants
+from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
+from localllm.library import app_folders, file_kinds, hf_cache, hub, names, other_apps, store, transfer, variants
 from localllm.library.catalog import load_catalog
+from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
 from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadMeter, DownloadProgress
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 # Left free on the disk after a download: logs, the prefix cache and everybody else need some.
 RESERVE_BYTES = 512 << 20
+_CheckKind = Callable[[Path, RepoFile], None]
+# How often another file is taken, because the one that was picked by its name says that it is no model.
+_MOST_PICKS = 8
+# With so much of a file its header's first keys are there.
+_HEADER_BYTES = 1 << 20
 
 
 def pull(
@@ -66,15 +72,40 @@ def pull(
             return resolve(ref, catalog=catalog)
         except ModelNotFoundError:
             raise e from None
+    selection = _picked(listing, wanted, catalog, choose, mmproj)
+    for _ in range(_MOST_PICKS):
+        elsewhere = _held_elsewhere(listing, selection)
+        if elsewhere is not None:
+            return elsewhere
+        try:
+            return _bring(listing, selection, wanted, say, reserve_bytes, patience)
+        except _NoModelError as e:
+            if wanted.file == e.file:
+                raise e.why from e
+            listing = replace(listing, files=tuple(f for f in listing.files if f.name != e.file))
+            try:
+                selection = _picked(listing, wanted, catalog, choose, mmproj)
+            except DownloadError as nothing_else:
+                raise DownloadError(e.why.message, hint=nothing_else.hint) from e
+    raise DownloadError(f"{listing.repo} holds too many files that are no models", hint="name one by its address")
+
+
+def _picked(
+    listing: Listing, wanted: _PullTarget, catalog: Catalog | None, choose: Choose | None, mmproj: bool
+) -> Selection:
     selection = variants.pick(
         listing, file=wanted.file, quant=wanted.quant, described=lambda: _described(listing, catalog), choose=choose
     )
-    if mmproj:
-        selection = _with_projector(selection, listing, wanted.projector)
-    elsewhere = _held_elsewhere(listing, selection)
-    if elsewhere is not None:
-        return elsewhere
-    return _bring(listing, selection, wanted, say, reserve_bytes, patience)
+    projector = variants.projector_of(listing, selection.files[0].name, wanted.projector) if mmproj else None
+    return replace(selection, projector=projector)
+
+
+class _NoModelError(Exception):
+    """`file`, on its way, says in its header that it is no model: `why` it is refused."""
+
+    def __init__(self, file: str, why: DownloadError) -> None:
+        super().__init__(file)
+        self.file, self.why = file, why
 
 
 def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None:
@@ -181,12 +212,8 @@ def _described(listing: Listing, catalog: Catalog | None) -> Model:
     if known is not None:
         return known
     return variants.model_of(
-        listing, variants.selections(listing)[0], hint=f"name the variant you want: {listing.repo}:QUANT"
+        listing, variants.selections(listing), hint=f"name the variant you want: {listing.repo}:QUANT"
     )
-
-
-def _with_projector(selection: Selection, listing: Listing, wanted: str) -> Selection:
-    return replace(selection, projector=variants.projector_of(listing, wanted))
 
 
 # --- bringing it ----------------------------------------------------------------------------------------------------
@@ -211,7 +238,8 @@ def _bring(
         with transfer.new_client(hub.headers(), patience, address) as client:
             for file in files:
                 if file in missing:
-                    _bring_file(client, folder, listing, file, meter, patience)
+                    check = _check_kind if file in selection.files and is_gguf(file.name) else None
+                    _bring_file(client, folder, listing, file, meter, patience, check)
                 meter.finished(file.size_bytes)
     _write_ref(folder, listing, wanted.revision)
     say(DownloadProgress("done", selection.files[0].name, selection.total_bytes, selection.total_bytes))
@@ -250,7 +278,13 @@ def _partial(blob: Path) -> Path:
 
 
 def _bring_file(
-    client: httpx.Client, folder: Path, listing: Listing, file: RepoFile, meter: DownloadMeter, patience: Patience
+    client: httpx.Client,
+    folder: Path,
+    listing: Listing,
+    file: RepoFile,
+    meter: DownloadMeter,
+    patience: Patience,
+    check: _CheckKind | None,
 ) -> None:
     """One file: its blob (fetched, or checked if another program left it there), then the link in the snapshot."""
     blob = folder / "blobs" / file.digest
@@ -260,7 +294,7 @@ def _bring_file(
             if blob.exists() and not _keeps_its_name(blob, file, meter):
                 _demote(blob)
             if not blob.exists():
-                _fetch(client, blob, listing, file, meter, patience)
+                _fetch(client, blob, listing, file, meter, patience, check)
             _link(blob, folder / "snapshots" / listing.commit / file.name)
     except OSError as e:
         raise transfer.disk_trouble(e, blob) from e
@@ -289,19 +323,42 @@ def _demote(blob: Path) -> None:
 
 
 def _fetch(
-    client: httpx.Client, blob: Path, listing: Listing, file: RepoFile, meter: DownloadMeter, patience: Patience
+    client: httpx.Client,
+    blob: Path,
+    listing: Listing,
+    file: RepoFile,
+    meter: DownloadMeter,
+    patience: Patience,
+    check: _CheckKind | None,
 ) -> None:
     partial = _partial(blob)
     url = hub.file_url(listing, file.name)
 
+    checked = False
+
     def on_bytes(have: int, state: transfer.State) -> None:
+        nonlocal checked
         meter.report(state, file.name, have, file.digest)
+        if check is not None and not checked and have >= min(_HEADER_BYTES, file.size_bytes):
+            checked = True
+            check(partial, file)
 
     partial.touch()
     transfer.Fetch(client, url, file, partial, patience, on_bytes).run()
     with partial.open("rb+") as f:
         os.fsync(f.fileno())
     os.replace(partial, blob)
+
+
+def _check_kind(partial: Path, file: RepoFile) -> None:
+    """Raises _NoModelError, and lets the bytes go, where what has arrived says that it is no model."""
+    split = names.split_of(file.name)
+    try:
+        if split is None or split[1] == 1:
+            file_kinds.check_is_model(partial)
+    except ModelFileError as e:
+        partial.unlink(missing_ok=True)
+        raise _NoModelError(file.name, DownloadError(e.message.replace(partial.name, file.name, 1), hint=e.hint)) from e
 
 
 @contextmanager

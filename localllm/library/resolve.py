@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
-from localllm.library import folders, names, starter, store
+from localllm.library import file_kinds, folders, names, starter, store
 from localllm.library.catalog import load_catalog, read_header
 from localllm.library.types import LocalModel as LocalModel
 from localllm.library.types import Origin as Origin
@@ -110,21 +110,29 @@ def by_path(ref: str) -> LocalModel | None:
     path = Path(ref).expanduser()
     if path.is_dir():
         return _by_folder(path, must=looks_like_path)
+    if path.name.startswith("._"):
+        file_kinds.check_is_model(path)
+    if whole := names.raw_part_of(path.name):
+        raise ModelFileError(f"{path.name} is a raw part of {whole}", hint=names.join_hint(whole))
     split = names.split_of(path.name)
     if split is not None and split[1] != 1:
-        path = path.with_name(f"{split[0]}-00001-of-{split[2]:05d}.gguf")
-    siblings = [path] if split is None else list(path.parent.glob("*.gguf"))
-    found = next((m for m in folders.ggufs(siblings, "path") if m.path == path), None)
+        path = path.with_name(names.split_parts(path.name)[0])
+    found = next((m for m in folders.ggufs(_files_of(path.parent), "path") if m.path == path), None)
     if found is not None:
-        return replace(found, mmproj=_beside(path))
+        return found
     if split is not None:
         raise ModelFileError(
             f"{path.name} is one of {split[2]} parts, and not all of them are there", hint=f"look in {path.parent}"
         )
+    file_kinds.check_is_model(path)
     # A file of another name (an Ollama blob): whether it is a model is the backend's to say.
     return LocalModel(
         path.stem or path.name, path, "gguf", path.stat().st_size, names.quant_of(path.name), "path", "", (path,)
     )
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return next((files for _, files in folders.walk(folder, 0)), [])
 
 
 def _looks_like_path(ref: str) -> bool:
@@ -139,7 +147,7 @@ def _exists(path: str) -> bool:
 
 
 def _of_quant(path: Path, quant: str) -> LocalModel:
-    found = [by_path(str(path))] if path.is_file() else folders.ggufs(sorted(path.glob("*.gguf")), "path")
+    found = [by_path(str(path))] if path.is_file() else folders.ggufs(_files_of(path), "path")
     there = [m for m in found if m is not None]
     chosen = [m for m in there if m.quant.upper() == quant.upper()]
     if len(chosen) == 1:
@@ -149,7 +157,7 @@ def _of_quant(path: Path, quant: str) -> LocalModel:
 
 
 def _by_folder(folder: Path, *, must: bool) -> LocalModel | None:
-    files = sorted(f for f in folder.iterdir() if not f.is_dir())
+    files = _files_of(folder)
     found = folders.mlx(folder, files, "path", folder.resolve().name)
     if found is not None:
         return found
@@ -165,13 +173,6 @@ def _by_folder(folder: Path, *, must: bool) -> LocalModel | None:
         f"{folder} is not a model",
         hint="an MLX folder holds config.json and all its .safetensors; else name a .gguf file",
     )
-
-
-def _beside(path: Path) -> Path | None:
-    """The projector in the same folder, where the folder is one model's (a single GGUF beside it)."""
-    ggufs = list(path.parent.glob("*.gguf"))
-    models = {names.bare(f.name) for f in ggufs if not names.is_projector(f.name)}
-    return folders.best_projector([f for f in ggufs if names.is_projector(f.name)]) if len(models) == 1 else None
 
 
 # --- a name ---------------------------------------------------------------------------------------------------------

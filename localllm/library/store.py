@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from localllm.errors import LocalLLMError, ModelFileError, UsageError
-from localllm.library import app_folders, folders, hf_cache, other_apps, starter
+from localllm.library import app_folders, file_kinds, folders, hf_cache, names, other_apps, starter
 from localllm.library.catalog import read_header
 from localllm.library.types import LocalModel
 
@@ -245,13 +245,30 @@ def adopt(folder: Path) -> list[LocalModel]:
         raise UsageError(f"{folder} is not a folder", hint="name the folder that holds .gguf files or MLX folders")
     found = folders.scan(target, "folder")
     if not found:
-        raise UsageError(
-            f"{folder} holds no model within three levels", hint="models are .gguf files, or folders with config.json"
-        )
+        raise _nothing_in(target, folder)
     listed = app_folders.remembered()
     if target not in listed:
         app_folders.remember([*listed, target])
     return found
+
+
+def _nothing_in(target: Path, called: Path) -> UsageError:
+    """Why a folder holds no model: what its GGUF files are."""
+    there = [f for _, files in folders.walk(target, folders.DEPTH) for f in files]
+    raw = next((whole for f in there if (whole := names.raw_part_of(f.name))), "")
+    if raw:
+        return UsageError(f"{called} has {raw} in raw parts alone", hint=names.join_hint(raw))
+    said = []
+    for file in [f for f in there if file_kinds.is_gguf(f.name)][:6]:
+        try:
+            file_kinds.check_is_model(file)
+            said.append(f"{file.name} is empty, or a part of a split that is not whole")
+        except ModelFileError as e:
+            said.append(e.message)
+    return UsageError(
+        f"{called} holds no model" + (f": {'; '.join(said)}" if said else ""),
+        hint="models are .gguf files, or folders with config.json",
+    )
 
 
 def forget(folder: Path) -> None:

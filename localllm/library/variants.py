@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 from localllm.errors import DownloadError, ModelFileError
 from localllm.library import hub, names
 from localllm.library.catalog import read_model
+from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import Listing, RepoFile
+from localllm_catalog import kinds
+from localllm_catalog.kinds import Kind
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model, Variant
@@ -21,6 +24,9 @@ Choose = Callable[["Model"], "Variant"]
 _USUAL = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "IQ4_XS", "Q4_0", "Q4_1", "MXFP4", "MXFP4_MOE", "4BIT", "Q5_K_M", "Q6_K", "Q8_0",
 )  # fmt: skip
+_ELSEWHERE = "look for a repository whose name ends in -GGUF, or for one of mlx-community"
+# A file that says it is no model, or nothing, is passed over for the next; so many headers are asked for at most.
+_MOST_HEADERS = 3
 _MLX_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 
 
@@ -43,27 +49,26 @@ class Selection:
 
 
 def selections(listing: Listing) -> list[Selection]:
-    """Every whole variant of a repository, smallest first. Splits of which a part is missing are left out."""
+    """Every whole variant of a repository, smallest first. Left out are splits of which a part is missing, files without
+    a byte, and what is no model (projectors, adapters, drafters …)."""
     found = []
-    for file in listing.files:
-        if not file.name.lower().endswith(".gguf") or names.is_projector(file.name):
+    for name in [n for n, kind in _kinds(listing).items() if kind in kinds.MODELS]:
+        split = names.split_of(name)
+        if split is not None and split[1] != 1:
             continue
-        folder, _, base = file.name.rpartition("/")
-        split = names.split_of(base)
-        parts: list[RepoFile | None] = [file]
-        if split is not None:
-            stem, number, count = split
-            if number != 1:
-                continue
-            prefix = f"{folder}/" if folder else ""
-            parts = [listing.get(f"{prefix}{stem}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
-        whole = tuple(p for p in parts if p is not None)
+        parts = [listing.get(part) for part in names.split_parts(name)]
+        whole = tuple(p for p in parts if p is not None and p.size_bytes)
         if len(whole) == len(parts):
-            found.append(Selection("gguf", names.quant_of(base) or names.quant_of(file.name), whole))
+            quant = names.quant_of(name.rpartition("/")[2]) or names.quant_of(name)
+            found.append(Selection("gguf", quant, whole))
     folder_model = _mlx(listing)
     if folder_model is not None and not found:
         found.append(folder_model)
     return sorted(found, key=lambda s: s.weights_bytes)
+
+
+def _kinds(listing: Listing) -> dict[str, Kind]:
+    return kinds.among({f.name: f.size_bytes for f in listing.files if is_gguf(f.name)})
 
 
 def _mlx(listing: Listing) -> Selection | None:
@@ -75,25 +80,35 @@ def _mlx(listing: Listing) -> Selection | None:
     return Selection("mlx", names.mlx_quant_of(listing.repo), tuple(ordered))
 
 
-def model_of(listing: Listing, selection: Selection, hint: str | None = None) -> Model:
-    """The Model that the header of a GGUF file says, of which only the beginning is fetched. Raises DownloadError."""
+def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = None) -> Model:
+    """The Model that the header of a GGUF file says, of which only the beginning is fetched: that of the first of
+    `there` which is one. Raises DownloadError."""
     key = {k: v for k, v in hub.headers().items() if k == "authorization"}
-    try:
-        return read_model(hub.file_url(listing, selection.files[0].name), headers=key)
-    except ModelFileError as e:
-        raise DownloadError(f"{listing.repo} does not say what model it holds: {e.message}", hint=hint or e.hint) from e
+    first: ModelFileError | None = None
+    for selection in there[:_MOST_HEADERS]:
+        try:
+            return read_model(hub.file_url(listing, selection.files[0].name), headers=key)
+        except ModelFileError as e:
+            first = first or e
+    said = first or ModelFileError("there is no file of one", hint="")
+    raise DownloadError(
+        f"{listing.repo} does not say what model it holds: {said.message}", hint=hint or said.hint
+    ) from first
 
 
-def projector_of(listing: Listing, wanted: str = "") -> RepoFile | None:
-    """The projector to bring: the one named, else F16, else the smallest; None if the repository has none."""
+def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | None:
+    """The projector to bring with the file `model`: the one named, else of its own F16, else the smallest; or None."""
     if wanted and (named := listing.get(wanted)) is not None:
         return named
-    candidates = [f for f in listing.files if f.name.lower().endswith(".gguf") and names.is_projector(f.name)]
+    found = _kinds(listing)
+    models = [name for name, kind in found.items() if kind in kinds.MODELS]
+    projectors = [name for name, kind in found.items() if kind == "projector"]
+    mine = kinds.own_projectors(model, models, projectors, one_repo=True)
 
     def rank(file: RepoFile) -> tuple[bool, int]:
         return "f16" not in file.name.lower().replace("bf16", ""), file.size_bytes
 
-    return min(candidates, key=rank, default=None)
+    return min((f for f in listing.files if f.name in mine), key=rank, default=None)
 
 
 def pick(
@@ -105,10 +120,7 @@ def pick(
     """
     there = selections(listing)
     if not there:
-        raise DownloadError(
-            f"{listing.repo} holds no model that runs here: neither GGUF files nor an MLX folder",
-            hint="look for a repository whose name ends in -GGUF, or for one of mlx-community",
-        )
+        raise _no_model(listing, quant)
     if file:
         of_file = [s for s in there if any(f.name == file for f in s.files)]
         of_file = of_file or [s for s in there if names.stem_of(s.files[0].name) == names.stem_of(file)]
@@ -119,12 +131,44 @@ def pick(
     if quant:
         exact = [s for s in there if s.quant.upper() == quant.upper()]
         near = exact or [s for s in there if names.same_quant(quant, s.quant)]
+        if not near and any(names.same_quant(quant, names.quant_of(names.raw_part_of(f.name))) for f in listing.files):
+            raise _no_model(listing, quant)
         if not near:
             raise DownloadError(f"{listing.repo} has no variant {quant}", hint=_what_there_is(there))
-        return near[0]
+        return _only(near, quant, listing)
     if len(there) > 1 and choose is not None and described is not None:
         return _chosen(there, listing, described(), choose)
     return _usual(there, lambda s: (s.quant, s.weights_bytes), sensible_bytes())
+
+
+def _no_model(listing: Listing, quant: str) -> DownloadError:
+    """Why a repository has no model for us: what its files are, or why they were left out."""
+    raw = sorted({whole for f in listing.files if (whole := names.raw_part_of(f.name))})
+    if raw:
+        named = next((w for w in raw if quant and names.same_quant(quant, names.quant_of(w))), raw[0])
+        return DownloadError(f"{listing.repo} has {named} in raw parts alone", hint=names.join_hint(named))
+    found = _kinds(listing)
+    said = [f"{name} ({kinds.WORDS[kind][0]})" for name, kind in found.items() if kind not in kinds.MODELS]
+    said += [f"{f.name} (empty)" for f in listing.files if is_gguf(f.name) and not f.size_bytes]
+    said += [f"{name} (a part of a split that is not whole)" for name in found if names.split_of(name)]
+    said += [f"{name} (not a name to keep a file under)" for name in listing.left_out]
+    if said:
+        return DownloadError(f"{listing.repo} holds no whole model: {', '.join(said[:6])}", hint=_ELSEWHERE)
+    return DownloadError(
+        f"{listing.repo} holds no model that runs here: neither GGUF files nor an MLX folder", hint=_ELSEWHERE
+    )
+
+
+def _only(near: list[Selection], quant: str, listing: Listing) -> Selection:
+    """The one of several selections of a quant: the same file in two places is one. Raises DownloadError naming them."""
+    stems = {names.stem_of(s.files[0].name).lower(): s for s in reversed(near)}
+    if len(stems) > 1:
+        listed = ", ".join(s.files[0].name for s in near[:8])
+        raise DownloadError(
+            f"{listing.repo} has {len(stems)} models in {quant}: {listed}",
+            hint=f"name one by its address: hf.co/{listing.repo}/blob/main/{near[0].files[0].name}",
+        )
+    return near[0]
 
 
 def _usual(choices: Sequence[_T], facts: Callable[[_T], tuple[str, int]], limit_bytes: int) -> _T:

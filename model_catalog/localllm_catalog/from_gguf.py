@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from localllm_catalog import architectures, stated
+from localllm_catalog import architectures, kinds, stated
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
 from localllm_catalog.names import quant_of
@@ -56,10 +56,14 @@ class _Facts:
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
         self.arch = header.architecture
-        kind = header.text("general.type")
-        if not self.arch or self.arch == "clip" or kind not in ("", "model"):
-            what = "a vision projector" if self.arch == "clip" or kind == "mmproj" else f"of type {kind or 'unknown'}"
-            raise BadHeaderError(f"this GGUF is {what}, not a language model", "give the model's own file")
+        self.kind = kinds.of_header(header.metadata, len(header.tensors))
+        if self.kind not in kinds.MODELS:
+            what, instead = kinds.WORDS[self.kind]
+            raise BadHeaderError(f"this GGUF is {what}, not a language model", instead)
+        if not self.arch:
+            raise BadHeaderError(
+                "this GGUF does not say what model it is (general.architecture)", "get another file of it"
+            )
         self.n_blocks = self.number("block_count", maximum=MAX_LAYERS, minimum=1)
         self.n_mtp = self.number("nextn_predict_layers", 0, maximum=self.n_blocks - 1)
         self.n_layers = self.n_blocks - self.n_mtp
@@ -400,7 +404,7 @@ def _model(
     experts = _experts(facts, blocks)
     pre = header.text("tokenizer.ggml.pre")
     lookup = sum(tensor.n_elements for tensor in header.tensors if tensor.name == "per_layer_token_embd.weight")
-    purposes: tuple[Purpose, ...] = ("embedding",) if facts.arch in architectures.NO_CACHE else ("chat",)
+    purposes: tuple[Purpose, ...] = ("chat",) if facts.kind == "model" else ("embedding",)
     query = next((block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors), None)
     plain_width = max(facts.heads, default=0) * facts.head_dim_k
     model = Model(

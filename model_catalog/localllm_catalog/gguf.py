@@ -114,9 +114,23 @@ def read(source: str | os.PathLike[str], headers: Mapping[str, str] | None = Non
     return _read_splits(os.fspath(source), first, count, headers)
 
 
+def peek(source: str | os.PathLike[str], headers: Mapping[str, str] | None = None) -> tuple[Mapping[str, Value], int]:
+    """The first keys of a GGUF, up to its tokenizer, and how many tensors this one file holds: what tells kinds of files
+    apart, at the cost of a read. Raises as `read` does."""
+    cursor = _Cursor(open_source(source, headers))
+    _, n_tensors, n_keys = _preamble(cursor)
+    metadata: dict[str, Value] = {}
+    for _ in range(n_keys):
+        key = cursor.name(_MAX_KEY_BYTES, "a metadata key")
+        if n_tensors and key.startswith("tokenizer.") and "general.architecture" in metadata:
+            break
+        metadata[key] = _value(cursor, key)
+    return MappingProxyType(metadata), n_tensors
+
+
 # --- splits ---------------------------------------------------------------------------------------------------------
 
-_SPLIT_NAME = re.compile(r"(?P<stem>[^/\\]+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
+_SPLIT_NAME = re.compile(r"(?P<stem>[^/\\]+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<ending>\.gguf)", re.IGNORECASE)
 
 
 def split_names(name: str, count: int) -> list[str]:
@@ -127,7 +141,7 @@ def split_names(name: str, count: int) -> list[str]:
             f"the header says {count} splits, which the file name {name!r} does not",
             "keep the names the files were published under (…-00001-of-00003.gguf)",
         )
-    return [f"{match['stem']}-{index:05d}-of-{count:05d}.gguf" for index in range(1, count + 1)]
+    return [f"{match['stem']}-{index:05d}-of-{count:05d}{match['ending']}" for index in range(1, count + 1)]
 
 
 def _siblings(source: str, count: int) -> list[str]:

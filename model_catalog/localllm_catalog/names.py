@@ -9,9 +9,11 @@ from localllm_catalog.errors import BadCatalogError
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
-_PART = re.compile(r"[A-Za-z0-9_][\w .+=()-]{0,199}", re.ASCII)
+# What file systems and this program take for something else than a part of a name.
+_NO_PART = frozenset("/\\:<>|?*")
+_MOST_PARTS, _MOST_PART_BYTES = 16, 255
 _QUANT = re.compile(
-    r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-./]|$)",
+    r"(?:^|[^A-Za-z0-9])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[^A-Za-z0-9_]|$)",
     re.IGNORECASE,
 )
 # What published names carry beside the model's own: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf", "…-4bit", "…-GGUF".
@@ -28,9 +30,20 @@ def safe_repo(repo: str) -> bool:
 
 
 def safe_file(name: str) -> bool:
-    """True for a plain relative path of at most four parts inside a repository."""
+    """True for a plain relative path inside a repository: printable parts in any script, none hidden, none that leads out."""
     parts = name.split("/")
-    return len(parts) <= 4 and all(_PART.fullmatch(part) is not None and ".." not in part for part in parts)
+    return len(parts) <= _MOST_PARTS and all(map(_is_part, parts))
+
+
+def _is_part(part: str) -> bool:
+    return (
+        part.isprintable()
+        and part == part.strip(" ")
+        and not part.startswith((".", "-", "~"))
+        and 0 < len(part.encode("utf-8", "replace")) <= _MOST_PART_BYTES
+        and ".." not in part
+        and not _NO_PART & set(part)
+    )
 
 
 def check_repo(repo: str) -> str:
@@ -49,8 +62,8 @@ def check_file(name: str) -> str:
 
 def quant_of(name: str) -> str:
     """The quant a GGUF's name carries ("Q4_K_M", "UD-Q4_K_XL"), or "" if it says none."""
-    found = _QUANT.findall(name.removesuffix(".gguf"))
-    return str(found[-1]).upper() if found else ""
+    found = _QUANT.findall(re.sub(r"(?i)\.gguf$", "", name))
+    return re.sub("^FP", "F", str(found[-1]).upper()) if found else ""
 
 
 def bare(name: str) -> str:

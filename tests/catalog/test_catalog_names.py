@@ -12,7 +12,7 @@ from localllm_catalog.names import check_file, check_repo
 
 BAD_FILES = [
     "", ".", "..", "../x", "a/../b", "/etc/passwd", "C:\\x", "a\\b", "a//b", "~/x", "-rf", "x\0y", "x\ny",
-    "a/b/c/d/e", "x..gguf/..", "con\u202egguf",
+    "/".join("abcdefghijklmnopq"), "x..gguf/..", "con\u202egguf", "x\x1b[2J.gguf", "x\x9b2J", "ü" * 128, " x", "a/.b",
 ]  # fmt: skip
 BAD_REPOS = ["", "x", "a/b/c", "../b", "a/..", "a/b..c", "/b", "a/", "https://x/y", "a b/c", "pypi:../x"]
 

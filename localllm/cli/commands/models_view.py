@@ -23,6 +23,7 @@ def as_row(model: LocalModel) -> dict[str, Any]:
         "repo": model.repo,
         "files": [str(f) for f in model.files],
         "mmproj": str(model.mmproj) if model.mmproj is not None else None,
+        "companions": [{"kind": kind, "path": str(file)} for kind, file in model.companions],
     }
 
 
@@ -30,7 +31,17 @@ def listing(found: list[LocalModel]) -> str:
     head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
     ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
     rows = [(m.name, m.quant or "?", gb(m.size_bytes), m.format, m.origin) for m in ordered]
-    return table([head, *rows], right=(2,))
+    beside = {file: kind for m in ordered for kind, file in m.companions if not any(file == o.mmproj for o in found)}
+    lines = [f"{file.name}: {_what(kind)}" for file, kind in beside.items()]
+    return "\n".join(
+        [table([head, *rows], right=(2,)), *(["", "Beside them, and no models:", *lines] if lines else [])]
+    )
+
+
+def _what(kind: str) -> str:
+    from localllm_catalog.kinds import WORDS
+
+    return next((words for name, (words, _) in WORDS.items() if name == kind), kind)
 
 
 def facts(model: Model | None) -> dict[str, Any] | None:
@@ -81,6 +92,7 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
         ]
         if local.mmproj is not None:
             said.append(("projector", str(local.mmproj)))
+        said += [("beside it", f"{file.name}: {_what(kind)}") for kind, file in local.companions]
     if model is not None:
         said += _model_facts(model)
     width = max(len(key) for key, _ in said)

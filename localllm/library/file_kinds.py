@@ -1,0 +1,111 @@
+"""What the GGUF files on this disk are: by their headers where these can be read, else by their places."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.errors import ModelFileError
+from localllm.library import names
+from localllm_catalog.errors import CatalogError
+
+if TYPE_CHECKING:
+    from localllm_catalog.gguf import Value
+    from localllm_catalog.kinds import Kind
+
+_NAMES = re.compile(r"general\.(?:name|basename)|general\.base_model\.[0-9]+\.(?:name|repo_url)")
+
+
+def is_gguf(name: str) -> bool:
+    """True for a name that ends as GGUF files do, in small letters or capitals, and is no side file of macOS."""
+    return name.lower().endswith(".gguf") and not name.rpartition("/")[2].startswith("._")
+
+
+def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
+    """What each of these GGUF files is, by its name in one folder or repository; of a split its first part says it.
+
+    Its header goes before its name, except that a whole model called a draft beside a larger one is there for drafting.
+    Files that can't be looked at are left out.
+    """
+    from localllm_catalog import kinds
+
+    sizes: dict[str, int] = {}
+    for name, file in files.items():
+        try:
+            sizes[name] = file.stat().st_size
+        except OSError:
+            continue
+    found: dict[str, tuple[Path, Kind]] = {}
+    for name, place in kinds.among(sizes).items():
+        split = names.split_of(name)
+        stated = of_header(files[name]) if split is None or split[1] == 1 else None
+        by_place = stated is None or (stated in kinds.MODELS and place == "drafter")
+        found[name] = files[name], place if by_place or stated is None else stated
+    return found
+
+
+def of_header(file: Path) -> Kind | None:
+    """What a GGUF file says it is; None where it can't be read as one."""
+    from localllm_catalog import kinds
+
+    header = _peeked(file)
+    if header is None:
+        return None
+    # The first part of a split may hold no tensors of its own (llama-gguf-split --no-tensor-first-split).
+    return kinds.of_header(header[0], header[1] if names.split_of(file.name) is None else 1)
+
+
+def said_names(file: Path) -> frozenset[str]:
+    """What a file's header calls its model and the models it is made from, for comparing with another file's."""
+    header = _peeked(file)
+    said = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)] if header else []
+    return frozenset(bare for name in said if (bare := names.bare(name)))
+
+
+def _peeked(file: Path) -> tuple[Mapping[str, Value], int] | None:
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return _peek(file, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _peek(file: Path, _size_bytes: int, _changed_ns: int) -> tuple[Mapping[str, Value], int] | None:
+    from localllm_catalog import gguf
+
+    try:
+        return gguf.peek(file)
+    except (CatalogError, OSError):
+        return None
+
+
+def may_be_model(file: Path) -> bool:
+    """False for a file whose header says that it is something else."""
+    from localllm_catalog import kinds
+
+    return of_header(file) in (None, *kinds.MODELS)
+
+
+def check_is_model(file: Path) -> None:
+    """Raises ModelFileError, saying what it is and which file would do, for a GGUF file that is no model."""
+    from localllm_catalog import kinds
+
+    kind: Kind | None = "side file" if file.name.startswith("._") else of_header(file)
+    if kind is None or kind in kinds.MODELS:
+        return
+    what, instead = kinds.WORDS[kind]
+    there = of_files({f.name: f for f in _ggufs_beside(file)})
+    beside = sorted(name for name, (other, k) in there.items() if k in kinds.MODELS and other != file)
+    hint = f"{instead}; beside it lies {', '.join(beside[:3])}" if beside else instead
+    raise ModelFileError(f"{file.name} is {what}, not a language model", hint=hint)
+
+
+def _ggufs_beside(file: Path) -> list[Path]:
+    try:
+        return [f for f in file.parent.iterdir() if is_gguf(f.name)]
+    except OSError:
+        return []

@@ -1,0 +1,233 @@
+"""A file is what its header and its place say: companions are no models, whatever a listing or a folder is made of."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from library.hub import Hub
+from localllm.cli.commands.models_view import listing
+from localllm.errors import DownloadError, ModelFileError
+from localllm.library import store, variants
+from localllm.library.catalog import load_catalog, read_model
+from localllm.library.describe import describe
+from localllm.library.hub import Listing, Patience, RepoFile
+from localllm.library.pull import pull
+from localllm.library.resolve import resolve
+from models import tiny_gguf
+
+GB = 10**9
+QUANTS = {"Q4_K_M": 4.9, "Q8_0": 8.5, "Q6_K": 6.6, "F16": 16.0, "BF16": 16.0, "IQ2_M": 2.9, "UD-Q4_K_XL": 5.2}
+# What lies beside models, as published: {} is a model's name, {q} a quant. In shares of the model's own weights at 16 bits.
+COMPANIONS = {
+    "imatrix_unsloth.gguf": 0.001, "{}-imatrix.gguf": 0.01, "{}.imatrix.gguf": 0.01, "imatrix.gguf": 0.01,
+    "mmproj-{q}.gguf": 0.1, "mmproj-{}-{q}.gguf": 0.1, "{}.mmproj-{q}.gguf": 0.1, "clip-model-{q}.gguf": 0.08,
+    "{}-vision-{q}.gguf": 0.1, "mtp-{}-{q}.gguf": 0.1, "mtp-{}.gguf": 0.1, "MTP/{}-{q}-MTP.gguf": 0.03,
+    "draft/{}-draft-0.5B-{q}.gguf": 0.1, "eagle3-{}-{q}.gguf": 0.05, "{}-EAGLE3-{q}.gguf": 0.05, "{}-draft-{q}.gguf": 0.1,
+    "{}-lora-{q}.gguf": 0.02, "lora-adapter-{q}.gguf": 0.02, "adapter-{q}.gguf": 0.02, "WavTokenizer-Large-75-{q}.gguf": 0.02,
+    "vocoder-{q}.gguf": 0.02, "ggml-vocab-{}.gguf": 0.001, "._{}-{q}.gguf": 0.0001,
+}  # fmt: skip
+NAMES = (
+    "Qwen3.8-27B",
+    "gemma-4-12B-it-qat",
+    "Llama-3.2-11B-Vision-Instruct",
+    "ornith-9b-mtp-kl",
+    "模型-7B",
+    "Model, v2 [x]",
+)
+
+
+def file(name: str, n_bytes: float) -> RepoFile:
+    return RepoFile(name, int(n_bytes), "0" * 64)
+
+
+def model_files(model: str, params: float, quants: list[str], split: int) -> list[RepoFile]:
+    """A model's files in these quants; the first one in `split` parts in a folder of its own."""
+    found = []
+    for number, quant in enumerate(quants):
+        size = params * QUANTS[quant] / 8
+        if split > 1 and number == 0:
+            found += [
+                file(f"{quant}/{model}-{quant}-{n:05d}-of-{split:05d}.gguf", size / split) for n in range(1, split + 1)
+            ]
+        else:
+            found.append(file(f"{model}-{quant}.gguf", size))
+    return found
+
+
+@given(
+    model=st.sampled_from(NAMES),
+    params=st.floats(0.6e9, 400e9),
+    quants=st.lists(st.sampled_from(sorted(QUANTS)), min_size=1, unique=True),
+    beside=st.lists(st.tuples(st.sampled_from(sorted(COMPANIONS)), st.sampled_from(sorted(QUANTS)))),
+    split=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_quants_label_selects_a_whole_model_of_that_quant_or_says_what_there_is(
+    model: str, params: float, quants: list[str], beside: list[tuple[str, str]], split: int, seed: int
+) -> None:
+    models = model_files(model, params, quants, split)
+    others = [file(name.format(model, q=q), params * COMPANIONS[name] * QUANTS[q] / 8) for name, q in beside]
+    files = list({f.name: f for f in [*models, *others]}.values())
+    random.Random(seed).shuffle(files)
+    there = Listing("org/name", "a" * 40, tuple(files))
+    offered = {f.name for s in variants.selections(there) for f in s.files}
+    assert offered == {f.name for f in models}
+    for asked in QUANTS:
+        if asked not in quants and f"UD-{asked}" not in quants:
+            with pytest.raises(DownloadError) as e:
+                variants.pick(there, quant=asked, described=None, choose=None)
+            assert all(quant in e.value.hint for quant in quants)
+        else:
+            picked = variants.pick(there, quant=asked, described=None, choose=None)
+            assert picked.quant == asked
+            assert len(picked.files) == (split if asked == quants[0] else 1)
+            assert set(picked.files) <= set(models)
+
+
+def test_two_models_of_one_quant_are_never_chosen_between() -> None:
+    there = Listing("org/name", "a" * 40, (
+        file("Deck-Q6_K-MTP.gguf", 34 * GB), file("Deck-Q6_K-PT-MTP.gguf", 34 * GB), file("Deck-Q4_K_M-MTP.gguf", 25 * GB),
+    ))  # fmt: skip
+    with pytest.raises(DownloadError, match=r"2 models in Q6_K: .*Q6_K-MTP.gguf.*Q6_K-PT-MTP.gguf") as e:
+        variants.pick(there, quant="Q6_K", described=None, choose=None)
+    assert "blob/main/Deck-Q6_K" in e.value.hint
+    assert variants.pick(there, quant="Q4_K_M", described=None, choose=None).files[0].name == "Deck-Q4_K_M-MTP.gguf"
+
+
+def test_a_draft_model_is_a_model_where_nothing_else_lies_beside_it() -> None:
+    there = Listing(
+        "org/name", "a" * 40, (file("Qwen-DRAFT-0.6B-Q4_0.gguf", GB), file("Qwen-DRAFT-0.6B-Q8_0.gguf", GB))
+    )
+    assert len(variants.selections(there)) == 2
+
+
+def test_a_projector_goes_with_the_model_it_is_named_for() -> None:
+    files = [file(n, GB) for n in ("Alpha-9B-Q4_K_M.gguf", "beta-26B-it-Q4_K_M.gguf", "beta-26B-it.mmproj-q8_0.gguf")]
+    there = Listing("org/name", "a" * 40, tuple(files))
+    assert variants.projector_of(there, "Alpha-9B-Q4_K_M.gguf") is None
+    found = variants.projector_of(there, "beta-26B-it-Q4_K_M.gguf")
+    assert found is not None
+    assert found.name == "beta-26B-it.mmproj-q8_0.gguf"
+
+
+# --- headers ----------------------------------------------------------------------------------------------------------
+
+
+def companion(path: Path, arch: str = "", tensors: int = 1, **keys: str | int) -> Path:
+    """A GGUF with these keys (`__` for dots) and nothing of a language model."""
+    writer = gguf.GGUFWriter(str(path), arch or "none")
+    if not arch:
+        writer.kv_data[0].pop("general.architecture")
+    for key, value in keys.items():
+        name = key.replace("__", ".")
+        _ = writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
+    if arch == "llama" and not tensors:
+        writer.add_token_list([b"a", b"b"])
+    for i in range(tensors):
+        writer.add_tensor(f"t{i}", np.zeros((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+HEADERS = {
+    "importance matrix": {"general__type": "imatrix", "imatrix__chunk_count": 10},
+    "LoRA": {"arch": "llama", "general__type": "adapter", "adapter__type": "lora"},
+    "projector": {"arch": "clip", "general__type": "mmproj"},
+    "vocabulary": {"arch": "llama", "tensors": 0, "llama__block_count": 2},
+    "vocoder": {"arch": "wavtokenizer-dec", "wavtokenizer-dec__block_count": 12},
+    "MTP heads": {"arch": "gemma4-assistant", "gemma4-assistant__block_count": 2},
+    "draft model": {"arch": "qwen35", "qwen35__block_count": 1, "qwen35__nextn_predict_layers": 1},
+    "image or video": {"arch": "flux"},
+    "speech recogniser": {"arch": "whisper"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with one model, and every kind of companion under a name that says nothing."""
+    place = tmp_path / "models"
+    place.mkdir()
+    tiny_gguf.write_llama(place / "Good-1B-Q4_K_M.gguf")
+    for number, keys in enumerate(HEADERS.values()):
+        companion(place / f"x{number}-Q8_0.gguf", **keys)
+    return place
+
+
+def test_a_folders_companions_are_named_and_not_listed(folder: Path) -> None:
+    (folder / "._Good-1B-Q4_K_M.gguf").write_bytes(b"\0\5\x16\7" + bytes(4000))
+    (model,) = store.adopt(folder)
+    assert model.name == "Good-1B-Q4_K_M"
+    assert model.mmproj == folder / "x2-Q8_0.gguf"
+    assert {f.name for _, f in model.companions} == {f"x{n}-Q8_0.gguf" for n in range(len(HEADERS)) if n != 2}
+    assert resolve(str(folder)).path == model.path
+    said = listing([model])
+    for what in set(HEADERS) - {"projector", "draft model"}:
+        assert what in said
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_companion_named_by_its_path_is_called_what_it_is(folder: Path, kind: str) -> None:
+    path = folder / f"x{list(HEADERS).index(kind)}-Q8_0.gguf"
+    for ask in (lambda: resolve(str(path)), lambda: read_model(path)):
+        with pytest.raises(ModelFileError, match=kind) as e:
+            ask()
+        assert "download" not in e.value.hint
+    with pytest.raises(ModelFileError) as e:
+        resolve(str(path))
+    assert "Good-1B-Q4_K_M.gguf" in e.value.hint
+
+
+def test_projectors_in_a_folder_of_several_models_go_to_their_own(tmp_path: Path) -> None:
+    for name in ("Alpha-9B-Q4_K_M", "Alpha-9B-Q8_0", "beta-26B-it-Q4_K_M", "Gamma-2B-Q8_0"):
+        tiny_gguf.write_llama(tmp_path / f"{name}.gguf")
+    companion(tmp_path / "beta-26B-it.mmproj-f16.gguf", "clip")
+    companion(tmp_path / "p.gguf", "clip", general__base_model__0__name="Gamma 2B")
+    companion(tmp_path / "mmproj-F16.gguf", "clip")  # nobody's, where there are several
+    _rename(tmp_path / "Gamma-2B-Q8_0.gguf", "Gamma 2B")
+    found = {m.name: m.mmproj.name if m.mmproj else "" for m in store.adopt(tmp_path)}
+    assert found == {
+        "Alpha-9B-Q4_K_M": "", "Alpha-9B-Q8_0": "", "beta-26B-it-Q4_K_M": "beta-26B-it.mmproj-f16.gguf", "Gamma-2B-Q8_0": "p.gguf",
+    }  # fmt: skip
+
+
+def _rename(path: Path, name: str) -> None:
+    """Give the tiny model's header another name of the same length in bytes as its own padding allows."""
+    companion(path, "llama", general__name=name, llama__block_count=2)
+
+
+# --- from a hub -------------------------------------------------------------------------------------------------------
+
+
+def test_what_turns_out_to_be_no_model_is_passed_over_for_the_next(
+    hub: Hub, patience: Patience, tmp_path: Path
+) -> None:
+    model = tiny_gguf.write_llama(tmp_path / "m.gguf").read_bytes()
+    other = companion(tmp_path / "c.gguf", "gemma4-assistant", pad="x" * 12_000).read_bytes()
+    hub.add("org/Some-GGUF", {"Some-Q8_0.gguf": model, "alpha-Q8_0-new.gguf": other[:-16], "small-Q4_K_M.gguf": other})
+    with pytest.raises(DownloadError, match="2 models in Q8_0"):
+        pull("org/Some-GGUF:Q8_0", patience=patience)
+    assert pull("org/Some-GGUF", patience=patience).path.name == "Some-Q8_0.gguf"
+    with pytest.raises(DownloadError, match=r"small-Q4_K_M.gguf is a drafter") as e:
+        pull("org/Some-GGUF:Q4_K_M", patience=patience)
+    assert "Q8_0" in e.value.hint
+    with pytest.raises(DownloadError, match="drafter"):
+        pull("https://huggingface.co/org/Some-GGUF/blob/main/small-Q4_K_M.gguf", patience=patience)
+    described, _ = describe("org/Some-GGUF", load_catalog())
+    assert len(described.layers) == len(read_model(tmp_path / "m.gguf").layers)
+
+
+def test_a_file_without_a_byte_is_no_variant(hub: Hub, patience: Patience) -> None:
+    hub.add("org/Empty-GGUF", {"zero-Q4_K_M.gguf": b"", "README.md": b"hi"})
+    with pytest.raises(DownloadError, match=r"zero-Q4_K_M.gguf"):
+        pull("org/Empty-GGUF", patience=patience)
