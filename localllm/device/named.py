@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
-from localllm.device import table, usable
-from localllm.device.machines.common import Card, one_machine
+from localllm.device import cards, table, usable
 from localllm.device.table import DeviceRow
 from localllm.device.types import Device, DeviceNotFoundError, Figure, Finding, Memory
 from localllm.errors import UsageError
@@ -244,11 +243,11 @@ def _simulate(
         )
     if row.chip.startswith("Apple A19"):
         findings.append(Finding("info", "for planning only: localllm does not run on an iPhone"))
-    memory, said = _memory(row, gb, count)
+    memory, said = _memory(row, gb)
     fp16, fp8, fp4 = table.tflops(row)
     title = f"{row.name}" if str(f"{gb:g}") in re.findall(r"[0-9.]+", row.name) else f"{row.name} {gb:g} GB"
-    return Device(
-        name=f"{count} × {title}" if count > 1 else title,
+    one = Device(
+        name=title,
         kind=row.kind,
         accelerator=row.accelerator,
         family=row.family,
@@ -261,12 +260,12 @@ def _simulate(
         compute_capability=row.compute_capability,
         match=row.name,
         simulated=True,
-        n_gpus=count,
         findings=(*findings, *said),
     )
+    return cards.together(cards.numbered([one] * count))
 
 
-def _memory(row: DeviceRow, gb: float, count: int) -> tuple[Memory, list[Finding]]:
+def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
     """The pool an idle machine of this kind offers, and what was assumed about it."""
     installed = int(gb * GIB)
     if row.accelerator == "metal":
@@ -274,7 +273,7 @@ def _memory(row: DeviceRow, gb: float, count: int) -> tuple[Memory, list[Finding
         note = Finding("info", "the GPU's share of RAM is macOS' older default; newer versions give up to 84 %")
         return Memory(installed, limit, limit, "assumed", "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"), [note]
     if row.kind == "discrete":
-        visible = int(installed * _VRAM_VISIBLE) * count
+        visible = int(installed * _VRAM_VISIBLE)
         return Memory(visible, visible, visible, "datasheet", f"{gb:g} GB, of which 99.5 % shows"), []
     if "Halo" in row.family:
         limit = int(installed * _HALO_REACH)
@@ -330,7 +329,7 @@ class _Ram:
 
 def typed_parts(name: str) -> tuple[list[str], _Ram | None]:
     """The machines or cards that a name joins with a plus, and the system memory it states, if any."""
-    cards, ram = [], None
+    found, ram = [], None
     for i, part in enumerate(_JOINED.split(name.strip())):
         match, alone = _RAM.fullmatch(part), _SIZE_ALONE.fullmatch(part)
         if i and alone is not None:
@@ -338,8 +337,8 @@ def typed_parts(name: str) -> tuple[list[str], _Ram | None]:
         elif match is not None:
             ram = _ram(float(match.group(1)), (match.group(2) or "").lower(), match.group(3) or "")
         elif part.strip():
-            cards.append(part.strip())
-    return cards, ram
+            found.append(part.strip())
+    return found, ram
 
 
 def _ram(size_gb: float, kind: str, rate: str) -> _Ram:
@@ -359,22 +358,9 @@ def _together(devices: list[Device]) -> Device:
         raise UsageError(f"{whole.name} is a whole machine: a plan runs on one of them")
     if len(kinds) > 1:
         raise UsageError(f"cards of {' and '.join(sorted(kinds))} do not share a model: one engine runs on all of them")
-    cards = [card for device in devices for card in _cards_of(device)]
-    base = replace(devices[0], findings=tuple(finding for device in devices for finding in device.findings))
-    return replace(one_machine(cards, devices[0].accelerator, None, None, base), simulated=True)
-
-
-def _cards_of(device: Device) -> list[Card]:
-    memory, n = device.memory, device.n_gpus
-    one = replace(
-        memory,
-        total_bytes=memory.total_bytes // n,
-        limit_bytes=memory.limit_bytes // n,
-        available_bytes=memory.available_bytes // n,
-    )
-    row = next((row for row in table.rows() if row.name == device.match), None)
-    name = re.sub(r"^[0-9]+ × ", "", device.name)
-    return [Card(name, one, device.bandwidth_gbps, row, device.compute_capability, device.compute_units)] * n
+    found = [card for device in devices for card in device.cards or (device,)]
+    findings = tuple(finding for device in devices for finding in device.findings)
+    return replace(cards.together(cards.numbered(found)), findings=findings)
 
 
 def _with_host(device: Device, ram: _Ram | None) -> Device:
@@ -401,11 +387,15 @@ def with_memory(device: Device, *, ram_gb: float | None = None, vram_headroom_gb
                 f"--vram-headroom {vram_headroom_gb:g} leaves nothing of {memory.limit_bytes / 1e9:.1f} GB"
             )
         # Of several cards each keeps its part.
-        limit = memory.limit_bytes - keep
-        cards = tuple(limit * b // memory.limit_bytes for b in device.cards_bytes)
-        smaller = replace(memory, limit_bytes=limit, available_bytes=min(memory.available_bytes, limit))
-        device = replace(device, memory=smaller, cards_bytes=cards)
+        share = (memory.limit_bytes - keep) / memory.limit_bytes
+        each = tuple(replace(card, memory=_smaller(card.memory, share)) for card in device.cards)
+        device = replace(device, memory=_smaller(memory, share), cards=each)
     return device
+
+
+def _smaller(memory: Memory, share: float) -> Memory:
+    limit = round(memory.limit_bytes * share)
+    return replace(memory, limit_bytes=limit, available_bytes=min(memory.available_bytes, limit))
 
 
 def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None) -> Device:
@@ -413,7 +403,7 @@ def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps
     _check_overrides(memory_gb, bandwidth_gbps)
     if memory_gb is not None:
         size = int(memory_gb * GIB)
-        device = replace(device, memory=Memory(size, size, size, "given", "--memory"), simulated=True)
+        device = replace(device, memory=Memory(size, size, size, "given", "--memory"), simulated=True, cards=())
     if bandwidth_gbps is not None:
         figure = Figure(bandwidth_gbps, "given", "--bandwidth")
         device = replace(device, bandwidth_gbps=figure, simulated=True)

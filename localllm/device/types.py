@@ -79,8 +79,8 @@ class Device:
     `memory` is the pool weights and KV live in; `host` the system memory beside a discrete GPU (None where it is the
     same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision; `matrix_rates` are what a processor
     makes of matrices with the installed llama.cpp, as far as that was timed (none of a GPU). `match` is the devices.toml row.
-    `n_gpus` cards share the model layer by layer: `memory` is their sum, compute is one card's, and `cards_bytes` what each
-    of them may hold (empty: the same).
+    `n_gpus` cards can share a model layer by layer: `memory` is their sum, compute is one card's; `cards` is each of several by
+    itself (empty: not known apart), and `number` a card's place among the accelerators, by PCI address.
     """
 
     name: str
@@ -103,7 +103,8 @@ class Device:
     match: str = ""
     simulated: bool = False
     n_gpus: int = 1
-    cards_bytes: tuple[int, ...] = ()
+    cards: tuple[Device, ...] = ()
+    number: int = 0
     findings: tuple[Finding, ...] = ()
 
 

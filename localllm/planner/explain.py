@@ -76,13 +76,13 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
     if need.disk_bytes:
         rows = f"{plan.model.lookup_rows} rows a token, {places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
         lines.append(f"  on the disk  {_gb(need.disk_bytes):>14}   tables: {rows}")
-    lines += _place_lines(plan)
+    lines += _place_lines(plan, device)
     if plan.kv_bytes_per_1k:
         lines.append(f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}")
     return lines
 
 
-def _place_lines(plan: Plan) -> list[str]:
+def _place_lines(plan: Plan, device: Device) -> list[str]:
     """Which layers and experts lie where, and what every card holds; nothing where all of it is in one place."""
     placed, need, n = plan.settings.placement, plan.memory, len(plan.model.layers)
     lines = []
@@ -92,9 +92,17 @@ def _place_lines(plan: Plan) -> list[str]:
         lines.append(f"  on the GPU   {on_device}{', their KV in system memory' if placed.kv_on_host else ''}")
         if kept > first and plan.model.experts is not None:
             lines.append(f"  of these     the routed experts of the first {kept} layers are in system memory")
-    for i, (held, limit) in enumerate(zip(need.cards_bytes, need.cards_limit_bytes, strict=True)):
+    held = need.cards_bytes or ((need.total_bytes,) if placed.cards else ())
+    limits = need.cards_limit_bytes or (need.limit_bytes,)
+    numbers = placed.cards or tuple(range(len(held)))
+    names = {card.number: card.name for card in device.cards}
+    for i, (number, n_bytes, limit) in enumerate(zip(numbers, held, limits, strict=False)):
         share = f", {placed.tensor_split[i]:g} layers" if i < len(placed.tensor_split) else ""
-        lines.append(f"  GPU {i:<8} {_gb(held):>14}   of {_gb(limit)} usable{share}")
+        name = f" of {names[number]}" if number in names else ""
+        lines.append(f"  GPU {number:<8} {_gb(n_bytes):>14}   of {_gb(limit)} usable{name}{share}")
+    left = [name for number, name in names.items() if placed.cards and number not in placed.cards]
+    if left:
+        lines.append(f"  not used     {', '.join(left)}: with it an answer would come no faster")
     return lines
 
 

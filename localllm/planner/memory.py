@@ -275,6 +275,7 @@ def need(model: Model, variant: Variant, settings: RunSettings, device: Device |
     """
     if backend_of(variant).buffers == "grown":
         return _need_mlx(model, variant, settings, device)
+    device = device and places.used(device, settings.placement)
     if device is not None and device.kind == "discrete":
         return _need_apart(model, variant, settings, device)
     weights, _ = whole_weights(model, variant, device)
@@ -349,7 +350,9 @@ def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: D
 
 def cards_limits(device: Device) -> tuple[int, ...]:
     """What each of the device's cards may hold, in bytes."""
-    return device.cards_bytes or (device.memory.limit_bytes // device.n_gpus,) * device.n_gpus
+    if device.cards:
+        return tuple(card.memory.limit_bytes for card in device.cards)
+    return (device.memory.limit_bytes // device.n_gpus,) * device.n_gpus
 
 
 def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> int:

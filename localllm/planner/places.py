@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from localllm.device import cards
+from localllm.device.types import Device
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog import quants
-from localllm_catalog.memoize import by_identities
+from localllm_catalog.memoize import by_identities, by_identity
 from localllm_catalog.types import Model, Variant
 
 
@@ -132,6 +134,16 @@ def ledger(model: Model, variant: Variant, kv: Sequence[int], state: Sequence[in
 # --- several cards --------------------------------------------------------------------------------------------------
 
 
+@by_identity
+def _only(device: Device, numbers: tuple[int, ...]) -> Device:
+    return cards.only(device, numbers)
+
+
+def used(device: Device, placed: Placement) -> Device:
+    """`device` with the cards that `placed` uses."""
+    return _only(device, placed.cards) if placed.cards else device
+
+
 def over_cards(device_layers: Sequence[int], limits: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(layers of each card, bytes of each card) when consecutive layers fill the cards in proportion to their limits,
     in bytes. The counts are a `tensor_split` that llama.cpp follows exactly."""
@@ -162,6 +174,22 @@ def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int)
         card = next((j for j, bound in enumerate(bounds) if bound > at), n_cards - 1)
         found[card] += n_bytes
     return tuple(found)
+
+
+def weights_of_cards(
+    model: Model, variant: Variant, placed: Placement, device: Device
+) -> tuple[tuple[Device, float], ...]:
+    """The cards of `device` with the share (0..1) that each has of the weights on them; of cards that are all alike, and where
+    none is known apart, one for all."""
+    kinds = {(card.match or card.name, card.bandwidth_gbps and card.bandwidth_gbps.value) for card in device.cards}
+    if len(kinds) < 2:
+        return ((device, 1.0),)
+    found, n = parts(model, variant), len(model.layers)
+    first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+    rows = [d + (0 if i < kept else e) for i, (d, e) in enumerate(found.layers) if i >= first]
+    split = placed.tensor_split or tuple(card.memory.limit_bytes for card in device.cards)
+    held = as_split([*rows, found.output_bytes], split, len(device.cards))
+    return tuple((card, n_bytes / max(1, sum(held))) for card, n_bytes in zip(device.cards, held, strict=True))
 
 
 def _bytes_of(device_layers: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:

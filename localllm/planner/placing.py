@@ -1,19 +1,24 @@
 """Which layers, experts and KV go to a card and which stay in system memory: what fits, and of that the fastest.
 
-Of a mixture the routed experts are nearly all of the bytes and little of what a token reads, so they leave the card
-first, layer by layer from the front, as few as must. Layers leave whole only where there are no experts to leave, or
-where the rest alone is too large. The cache leaves where what that makes room for is worth more.
+A model that one card holds goes to the fastest that does, others to the cards that are predicted to answer fastest
+together: a slow card more is left out. Of a mixture the routed experts are nearly all of the bytes and little of what a
+token reads, so they leave the card first, layer by layer from the front, as few as must. Layers leave whole only where
+there are no experts to leave, or where the rest alone is too large. The cache leaves where what that makes room for is
+worth more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
 from localllm.planner import memory, places, speed
 from localllm.planner.types import MemoryNeed, RunSettings
 from localllm_backends.placement import Placement
+from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Model, Variant
 
 # Below this share of what a card must hold, moving the cache off it is not tried.
@@ -50,7 +55,7 @@ FREE = OffloadOptions()
 
 def fits(device: Device, need: MemoryNeed) -> bool:
     """True where every pool has room for its part: the accelerator's, each card's, the host's."""
-    if need.total_bytes > device.memory.limit_bytes or not need.fits_every_card:
+    if need.total_bytes > need.limit_bytes or not need.fits_every_card:
         return False
     return not (need.host_bytes and device.host is not None and need.host_bytes > device.host.limit_bytes)
 
@@ -58,11 +63,70 @@ def fits(device: Device, need: MemoryNeed) -> bool:
 def over_cards(device: Device, model: Model, variant: Variant, settings: RunSettings) -> RunSettings:
     """`settings` with the layers counted out to each of several cards; unchanged for one, or where that was said."""
     placed = settings.placement
+    device = places.used(device, placed)
     if device.n_gpus < 2 or device.kind != "discrete" or placed.tensor_split or placed.split_mode != "layer":
         return settings
     rows = memory.layer_ledger(model, variant, settings).device_layers(placed)
-    counts, _ = places.over_cards(rows, memory.cards_limits(device))
-    return settings.placed(tensor_split=tuple(float(n) for n in counts)) if rows else settings
+    if not rows:
+        return settings
+    whole = memory.need(model, variant, settings, device)
+    counts, _ = places.over_cards(rows, _goals(device, sum(rows), whole.total_bytes - sum(rows)))
+    return settings.placed(tensor_split=tuple(float(n) for n in counts))
+
+
+# Of what a card may hold, what the fastest are filled to before slower ones get a layer: layers are no smaller than they are.
+_FILLED = 0.95
+
+
+def _goals(device: Device, held_bytes: int, beside_bytes: int) -> tuple[int, ...]:
+    """How the layers' `held_bytes` are shared out, where each card has its part of `beside_bytes` besides: the fastest cards
+    are filled first; cards of one speed, or none to spare, share by what they may hold."""
+    limits = memory.cards_limits(device)
+    rates = [card.bandwidth_gbps.value if card.bandwidth_gbps else 0.0 for card in device.cards]
+    if len(set(rates)) < 2:
+        return limits
+    goals, left = [0] * len(limits), held_bytes
+    for rate in sorted(set(rates), reverse=True):
+        alike = [i for i, r in enumerate(rates) if r == rate]
+        rooms = [max(0, int(_FILLED * limits[i]) - beside_bytes // len(limits)) for i in alike]
+        taken = min(left, sum(rooms))
+        for i, room in zip(alike, rooms, strict=True):
+            goals[i] = taken * room // max(1, sum(rooms))
+        left -= taken
+    return limits if left > 0 else tuple(goals)
+
+
+# Choices of cards that are weighed against each other, at most.
+_MOST_CHOICES = 64
+
+
+@by_identity
+def choices(device: Device) -> tuple[tuple[int, ...], ...]:
+    """Which cards of several a model may be placed on: every number of each kind of them, the freest first, as numbers of
+    cards (empty: all). In a machine of many kinds, each card alone, and the fastest so and so many."""
+    if device.kind != "discrete" or len(device.cards) < 2:
+        return ((),)
+    alike: dict[object, list[Device]] = {}
+    for card in sorted(device.cards, key=lambda c: (-c.memory.available_bytes, c.number)):
+        kind = (card.match or card.name, card.memory.total_bytes, card.bandwidth_gbps and card.bandwidth_gbps.value)
+        alike.setdefault(kind, []).append(card)
+    groups = list(alike.values())
+    if math.prod(len(group) + 1 for group in groups) <= _MOST_CHOICES:
+        taken = itertools.product(*(range(len(group) + 1) for group in groups))
+        found = [[c for group, n in zip(groups, counts, strict=True) for c in group[:n]] for counts in taken]
+    else:
+        fastest = sorted(device.cards, key=lambda c: -(c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0))
+        found = [[group[0]] for group in groups] + [fastest[:n] for n in range(2, len(fastest) + 1)]
+    numbers = {tuple(sorted(c.number for c in chosen)) for chosen in found if 0 < len(chosen) < len(device.cards)}
+    return (*sorted(numbers, key=lambda chosen: (len(chosen), chosen)), ())
+
+
+def is_free(device: Device, settings: RunSettings, need: MemoryNeed) -> bool:
+    """True where every card that `settings` use has its part free now."""
+    device = places.used(device, settings.placement)
+    if not need.cards_bytes or not device.cards:
+        return need.total_bytes <= device.memory.available_bytes
+    return all(b <= c.memory.available_bytes for b, c in zip(need.cards_bytes, device.cards, strict=True))
 
 
 def best_split(
@@ -70,13 +134,18 @@ def best_split(
 ) -> RunSettings | None:
     """`settings` placed over `device` and its host so that they fit and decode fastest with the context half full; None
     where nothing fits."""
-    search = _Search(device, model, variant, offload.over(settings), offload)
-    found = search.candidates()
+    used = places.used(device, settings.placement)
+    found = _Search(used, model, variant, offload.over(settings), offload).candidates()
+    return fastest(device, model, variant, found, depth=settings.n_ctx // 2)
+
+
+def fastest(
+    device: Device, model: Model, variant: Variant, found: Sequence[RunSettings], *, depth: int = 0
+) -> RunSettings | None:
+    """Of several ways to run a variant the one that is predicted to decode fastest, the first of equals."""
     if len(found) < 2:
         return found[0] if found else None
-    depth = settings.n_ctx // 2
-    rates = [speed.decode(device, model, variant, s, depth=depth).value for s in found]
-    return found[max(range(len(found)), key=lambda i: rates[i])]
+    return max(found, key=lambda s: speed.decode(device, model, variant, s, depth=depth).value)
 
 
 class _Search:
@@ -134,7 +203,7 @@ class _Search:
             settings = replace(self._settings, placement=placed)
             settings = over_cards(self._device, self._model, self._variant, settings)
             need = memory.need(self._model, self._variant, settings, self._device)
-            return need.total_bytes <= self._device.memory.limit_bytes and need.fits_every_card
+            return fits(self._device, replace(need, host_bytes=0))
         if placed.gpu_layers == 0:
             return True
         if len(self._limits) == 1:

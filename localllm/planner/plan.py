@@ -154,49 +154,71 @@ def typical(variants: Sequence[Variant]) -> Variant:
 
 def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
     """yes / tight (needs more than is free now, or nearly all) / split (part in host memory) / no."""
-    pool = device.memory
     if not placing.fits(device, need):
         return "no"
     if split:
         return "split"
-    if need.total_bytes > pool.available_bytes or need.total_bytes > _TIGHT_SHARE * pool.limit_bytes:
+    if need.total_bytes > device.memory.available_bytes or need.total_bytes > _TIGHT_SHARE * need.limit_bytes:
         return "tight"
     return "yes"
 
 
+_Settled = tuple[RunSettings, MemoryNeed, Fits]
+
+
 def _settle(
     device: Device, model: Model, variant: Variant, settings: RunSettings, types: Sequence[str], offload: OffloadOptions
-) -> tuple[RunSettings, MemoryNeed, Fits]:
-    """`settings` as they fit: whole with the first of the KV `types` that does, else split over two memories, else not."""
+) -> _Settled:
+    """`settings` as they fit: whole with the first of the KV `types` that does, on the cards that are fastest so; else split
+    over two memories, else not."""
     kinds = tuple(k for k in types if memory.kv_type_allowed(model, k, backend_of(variant))) or ("f16",)
-    for kind in kinds:
-        tried = placing.over_cards(device, model, variant, offload.over(settings.with_kv_type(kind)))
-        need = memory.need(model, variant, tried, device)
-        fits = verdict(device, need, split=tried.placement.is_split and device.kind == "discrete")
-        if fits != "no":
-            return tried, need, fits
-        if need.total_bytes - need.kv_bytes > device.memory.limit_bytes:
-            break  # no type of cache is small enough
+    free = offload.tensor_split is None and settings.placement.split_mode == "layer"
+    choices = placing.choices(device) if free else ((),)
+    ways = [settings.placed(cards=chosen) if chosen else settings for chosen in choices]
+    found = [s for way in ways if (s := _whole(device, model, variant, way, kinds, offload)) is not None]
+    if found:
+        found = [s for s in found if placing.is_free(device, s[0], s[1])] or found
+        best = placing.fastest(device, model, variant, [s for s, _, _ in found])
+        return next(s for s in found if s[0] is best)
     if device.kind == "discrete" and device.host is not None and backend_of(variant).splits:
-        start = settings.with_kv_type(kinds[min(1, len(kinds) - 1)])
-        best = placing.best_split(device, model, variant, start, offload)
+        kind = kinds[min(1, len(kinds) - 1)]
+        divided = [placing.best_split(device, model, variant, way.with_kv_type(kind), offload) for way in ways]
+        depth = settings.n_ctx // 2
+        best = placing.fastest(device, model, variant, [s for s in divided if s is not None], depth=depth)
         if best is not None:
             return best, memory.need(model, variant, best, device), "split"
     tried = offload.over(settings.with_kv_type(kinds[0]))
     return tried, memory.need(model, variant, tried, device), "no"
 
 
+def _whole(
+    device: Device, model: Model, variant: Variant, settings: RunSettings, kinds: Sequence[str], offload: OffloadOptions
+) -> _Settled | None:
+    """`settings` on their cards with the first of the KV types that fits; None where none does."""
+    used = places.used(device, settings.placement)
+    for kind in kinds:
+        tried = placing.over_cards(used, model, variant, offload.over(settings.with_kv_type(kind)))
+        need = memory.need(model, variant, tried, used)
+        fits = verdict(used, need, split=tried.placement.is_split and device.kind == "discrete")
+        if fits != "no":
+            return tried, need, fits
+        if need.total_bytes - need.kv_bytes > used.memory.limit_bytes:
+            break  # no type of cache is small enough
+    return None
+
+
 def _in_larger_steps(
     device: Device,
     model: Model,
     variant: Variant,
-    settled: tuple[RunSettings, MemoryNeed, Fits],
+    settled: _Settled,
     prompt_tokens: int,
     offload: OffloadOptions,
-) -> tuple[RunSettings, MemoryNeed, Fits]:
+) -> _Settled:
     """What was `settled`, with a larger micro-batch where that pays for such a prompt and changes nothing else; of a
     mixture that is divided, experts may make room for it as long as an answer comes about as fast."""
     settings, need, fits = settled
+    device = places.used(device, settings.placement)
     if fits == "yes":
         wider, needed = with_larger_micro_batch(device, model, variant, settings, need, prompt_tokens)
         return (wider, needed, "yes") if verdict(device, needed) == "yes" else settled
@@ -219,12 +241,20 @@ def _kv_types(device: Device, variant: Variant, workload: Workload, overrides: O
 
 def max_context(device: Device, plan: Plan) -> int:
     """The longest context, in tokens, that fits the hard limit with this plan's settings (0 = not even 256)."""
-    low, high = 0, (plan.model.native_context or 131072) // memory.CONTEXT_STEP
+    ways = [plan.settings]
+    if plan.settings.placement.cards:  # a longer one would be given all cards
+        ways.append(plan.settings.placed(cards=(), tensor_split=()))
+    return max(_longest(device, plan.model, plan.variant, settings) for settings in ways)
+
+
+def _longest(device: Device, model: Model, variant: Variant, settings: RunSettings) -> int:
+    used = places.used(device, settings.placement)
+    low, high = 0, (model.native_context or 131072) // memory.CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        longer = replace(plan.settings, n_ctx=middle * memory.CONTEXT_STEP)
-        need = memory.need(plan.model, plan.variant, longer, device)
-        low, high = (middle, high) if verdict(device, need) != "no" else (low, middle - 1)
+        longer = placing.over_cards(used, model, variant, replace(settings, n_ctx=middle * memory.CONTEXT_STEP))
+        need = memory.need(model, variant, longer, used)
+        low, high = (middle, high) if verdict(used, need) != "no" else (low, middle - 1)
     return low * memory.CONTEXT_STEP
 
 

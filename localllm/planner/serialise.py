@@ -27,6 +27,7 @@ def placement_to_json(placed: Placement) -> dict[str, Any]:
     return {
         "gpu_layers": placed.gpu_layers,
         "experts_on_host": placed.experts_on_host,
+        "cards": list(placed.cards),
         "tensor_split": list(placed.tensor_split),
         "kv_on_host": placed.kv_on_host,
         "tables": placed.tables,

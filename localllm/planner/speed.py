@@ -125,13 +125,12 @@ class _Step:
 def _step(
     device: Device, model: Model, variant: Variant, settings: RunSettings, *, depth: int = 0, n_sequences: int = 1
 ) -> _Step:
+    device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
-    here = decode_cost.decode_terms(
-        model, variant, machine, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
-    )
+    here = _over_cards(device, model, variant, settings, depth, n_sequences)
     weights_s, fixed_s, attention_s = here.memory_s - here.kv_s, here.total_s - here.memory_s, here.kv_s
-    from_disk_s = n_sequences * places.token_s(model, variant, settings)
-    fixed_s += from_disk_s
+    apart_s = n_sequences * places.token_s(model, variant, settings) + (device.n_gpus - 1) * CROSSING_S
+    fixed_s += apart_s
     basis, spread = _basis(efficiency.load()["decode"], machine, model)
     if decode_cost.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
@@ -154,13 +153,31 @@ def _step(
         + _divided_fixed(there, share.rest)
         + share.crossings * CROSSING_S
         + n_copied
-        + from_disk_s,
+        + apart_s,
         here.kv_s * share.kv + there.kv_s * (1 - share.kv),
         max(spread, _SPLIT_SPREAD),
         f"{basis}; system memory {host.bandwidth_gbps:.0f} GB/s ({_host_basis(device)})",
         here.routed_s * here.mixture_factor * share.experts
         + there.routed_s * there.mixture_factor * (1 - share.experts),
     )
+
+
+def _over_cards(
+    device: Device, model: Model, variant: Variant, settings: RunSettings, depth: int, n_sequences: int
+) -> decode_cost.DecodeCost:
+    """The parts of a step on the cards, each computing the layers it has."""
+    found = [
+        (share, decode_cost.decode_terms(
+            model, variant, hardware(card, variant, settings), depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
+        ))
+        for card, share in places.weights_of_cards(model, variant, settings.placement, device)
+    ]  # fmt: skip
+    if len(found) == 1:
+        return found[0][1]
+    core = ("weights_s", "routed_s", "unpacked_s", "routed_unpacked_s", "layers_s", "experts_s", "recurrent_s")
+    sums = {name: sum(share * getattr(t, name) * t.mixture_factor for share, t in found) for name in core}
+    sums |= {name: sum(share * getattr(t, name) for share, t in found) for name in ("further_s", "state_s", "kv_s")}
+    return replace(max(found, key=lambda pair: pair[0])[1], mixture_factor=1.0, **sums)
 
 
 def _divided_weights(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
@@ -236,6 +253,7 @@ def prefill(
     measured: Sequence[Measured] = (),
 ) -> Range:
     """Predicted prompt speed, tokens/s, over `prompt_tokens` that follow `depth` cached tokens."""
+    device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     basis, spread = _basis(efficiency.load()["prefill"], machine, model)
@@ -275,7 +293,10 @@ def _prompt_seconds(
             model, variant, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
         ).total_s  # fmt: skip
 
-    seconds = seconds_on(hardware(device, variant, settings)) + places.token_s(model, variant, settings)
+    device = places.used(device, settings.placement)
+    held = places.weights_of_cards(model, variant, settings.placement, device)
+    seconds = sum(part * seconds_on(hardware(card, variant, settings)) for card, part in held)
+    seconds += places.token_s(model, variant, settings)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
         return seconds

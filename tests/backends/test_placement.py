@@ -6,12 +6,17 @@ memory; where it sees one, layers and experts really lie apart.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +64,7 @@ PLACEMENTS = [
     {"layout": "stored"},
     {"tensor_split": (1.0,)},
     {"split_mode": "none", "main_gpu": 0},
+    {"cards": (0,)},
 ]
 
 
@@ -68,7 +74,7 @@ def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_pat
     with loaded(path, 0) as plain:
         expected = greedy(plain)
     for placed in PLACEMENTS:
-        if "split_mode" in placed and not _has_device():
+        if ("split_mode" in placed or "cards" in placed) and not _has_device():
             continue  # there is nothing to be number 0 of
         with loaded(path, **placed) as backend:  # type: ignore[arg-type]
             assert greedy(backend) == expected, placed
@@ -80,6 +86,61 @@ def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(s
     for placed in ({"gpu_layers": 15}, {"kv_on_host": True}):
         with loaded(smollm2, **placed) as backend:  # type: ignore[arg-type]
             assert greedy(backend, 40) == expected, placed
+
+
+class _Library:
+    """ggml's registry with GPUs of these names and PCI addresses, in the order it lists them."""
+
+    def __init__(self, *gpus: tuple[str, str]) -> None:
+        self._gpus = gpus
+        self._addresses = [ctypes.create_string_buffer(address.encode()) for _, address in gpus]
+
+    def _write_properties(self, i: int, props: object) -> None:
+        """ggml-backend.h: name, description, free, total, type, and then `device_id`."""
+        if self._gpus[i][1]:
+            ctypes.cast(props, ctypes.POINTER(ctypes.c_void_p))[5] = ctypes.addressof(self._addresses[i])  # type: ignore[arg-type]
+
+    def __call__(self, name: str, *_: object) -> Callable[..., Any]:
+        return {
+            "ggml_backend_dev_count": lambda: len(self._gpus) + 1,
+            "ggml_backend_dev_get": lambda i: i,  # the last is the processor
+            "ggml_backend_dev_type": lambda i: 1 if i < len(self._gpus) else 0,
+            "ggml_backend_dev_name": lambda i: self._gpus[i][0].encode(),
+            "ggml_backend_dev_memory": lambda _i, _free, _total: None,
+            "ggml_backend_dev_get_props": self._write_properties,
+        }[name]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cards", "names"),
+    [
+        # CUDA lists the fastest first, the driver's tools go by address.
+        ([("CUDA0", "0000:41:00.0"), ("CUDA1", "0000:01:00.0")], (0,), ["CUDA1"]),
+        ([("CUDA0", "0000:41:00.0"), ("CUDA1", "0000:01:00.0")], (0, 1), ["CUDA1", "CUDA0"]),
+        ([("Vulkan0", "0000:C1:00.0"), ("Vulkan1", "0000:0a:00.0")], (1,), ["Vulkan0"]),
+        ([("Vulkan0", ""), ("Vulkan1", "")], (1,), ["Vulkan1"]),
+        ([("CUDA0", "0000:41:00.0"), ("CUDA1", "0000:01:00.0")], (), ["CUDA0", "CUDA1"]),
+    ],
+)
+def test_cards_are_counted_by_their_addresses(
+    gpus: list[tuple[str, str]], cards: tuple[int, ...], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "ggml_function", _Library(*gpus))
+    assert [found.name for found in devices.accelerators(cards)] == names
+
+
+def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "ggml_function", _Library(("CUDA0", "0000:41:00.0")))
+    with pytest.raises(LoadError, match="GPU 1"):
+        devices.accelerators((1,))
+
+
+def test_every_process_counts_cuda_cards_by_address() -> None:
+    code = "import os, localllm_backends.llamacpp.devices; print(os.environ['CUDA_DEVICE_ORDER'])"
+    for said, wanted in (({}, "PCI_BUS_ID"), ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST")):
+        plain = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_ORDER"}
+        done = subprocess.run([sys.executable, "-c", code], env={**plain, **said}, capture_output=True, check=True)
+        assert done.stdout.decode().strip() == wanted
 
 
 def _has_device() -> bool:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localllm.device import table
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure
 from localllm.planner import explain, memory, places, placing, speed
@@ -82,25 +83,87 @@ def test_what_neither_memory_holds_is_refused_with_both_named() -> None:
 @pytest.mark.parametrize("name", ["RTX 3090 x2 + 64GB RAM", "RTX 3090 + RTX 3060 12GB + 64GB RAM", "4x RTX 3090"])
 def test_no_card_of_several_is_given_more_than_it_has(name: str) -> None:
     device = resolve(name)
-    for m in (model(MIXTURE), model(DENSE), model("qwen3-8b")):
+    for m in (model(MIXTURE), model(DENSE), model("qwen3-32b")):
         plan = plan_for(device, m, variant(m), Workload())
         if plan.fits == "no":
             continue
-        need = plan.memory
-        assert len(need.cards_bytes) == device.n_gpus
+        need, n_used = plan.memory, len(plan.settings.placement.cards) or device.n_gpus
         assert need.fits_every_card
+        assert need.total_bytes <= need.limit_bytes
+        if n_used == 1:
+            continue
+        assert len(need.cards_bytes) == n_used
         assert sum(need.cards_bytes) == pytest.approx(need.total_bytes, abs=device.n_gpus)
         counts = plan.settings.placement.tensor_split
         n_device = len(m.layers) + 1 - plan.settings.placement.first_gpu_layer(len(m.layers))
         assert sum(counts) == n_device
 
 
-def test_unequal_cards_get_unequal_shares() -> None:
+def test_the_faster_of_two_cards_that_are_needed_is_filled_first() -> None:
     device, m = resolve("RTX 3090 + RTX 3060 12GB"), model(DENSE)
     plan = plan_for(device, m, variant(m, "Q2_K"), Workload())
     large, small = plan.memory.cards_bytes
     assert plan.fits in ("yes", "tight")
-    assert large / small == pytest.approx(24 / 12, rel=0.1)
+    assert plan.settings.placement.cards == ()
+    assert large > 0.85 * device.cards[0].memory.limit_bytes
+    by_memory = replace(plan.settings, placement=replace(plan.settings.placement, tensor_split=(2.0, 1.0)))
+    assert plan.decode_tok_s.value > 1.05 * speed.decode(device, m, variant(m, "Q2_K"), by_memory).value
+    assert small / large < 12 / 24
+
+
+# --- which cards ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "cards"),
+    [
+        ("RTX 3090 + RTX 4090", "qwen3-32b", (1,)),  # one holds it, and the second is the faster
+        ("RTX 3060 12GB + RTX 3090 + RTX 3060 12GB", "qwen3-32b", (1,)),
+        ("4x RTX 3090", DENSE, (0, 1)),  # no more than are needed
+        ("Tesla P40 + 2x RTX 3090", DENSE, (1, 2)),  # the slow one is left out
+        ("RTX 3090 + RTX 4090", DENSE, ()),  # both are needed
+    ],
+)
+def test_the_cards_that_answer_fastest_are_used(machine: str, name: str, cards: tuple[int, ...]) -> None:
+    device, m = resolve(machine), model(name)
+    plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
+    assert plan.fits in ("yes", "tight")
+    assert plan.settings.placement.cards == cards
+    said = "\n".join(explain.explain(plan, device, columns=200))
+    for card in device.cards:
+        assert (f"GPU {card.number} " in said) == (not cards or card.number in cards), said
+
+
+def test_a_card_that_others_have_filled_is_not_chosen_first() -> None:
+    device, m = resolve("RTX 4090 + RTX 3090"), model("qwen3-32b")
+    fast = replace(device.cards[0].memory, available_bytes=2 * 10**9)
+    busy = replace(device, cards=(replace(device.cards[0], memory=fast), device.cards[1]))
+    assert plan_for(busy, m, variant(m, "Q4_K_M"), Workload()).settings.placement.cards == (1,)
+
+
+def test_a_longer_context_is_promised_with_all_the_cards() -> None:
+    device, m = resolve("2x RTX 3090"), model("qwen3-32b")
+    plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
+    one = resolve("RTX 3090")
+    alone = plan_for(one, m, variant(m, "Q4_K_M"), Workload())
+    assert len(plan.settings.placement.cards) == 1
+    assert max_context(device, plan) > max_context(one, alone)
+
+
+CARDS = sorted({r.name for r in table.rows() if r.kind == "discrete" and r.accelerator == "cuda" and r.memory_gb})
+SOME = [m for m in CATALOG.models if any(v.format == "gguf" for v in m.variants)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(CARDS), st.sampled_from(CARDS), st.sampled_from(SOME), st.data())
+def test_two_cards_are_never_slower_than_one_that_holds_it(a: str, b: str, m: Model, data: st.DataObject) -> None:
+    v = data.draw(st.sampled_from([v for v in m.variants if v.format == "gguf"]))
+    both = plan_for(resolve(f"{a} + {b}"), m, v, Workload())
+    for name in (a, b):
+        alone = plan_for(resolve(name), m, v, Workload())
+        if alone.fits != "no":
+            assert both.fits != "no"
+            assert both.decode_tok_s.value >= alone.decode_tok_s.value
 
 
 def test_what_somebody_insists_on_is_done() -> None:
@@ -148,7 +211,7 @@ def test_the_plan_says_what_lies_where() -> None:
     assert f"routed experts of the first {kept} layers are in system memory" in text
     assert "51 GB/s (assumed: two channels of DDR4-3200)" in text
     assert plan_to_json(plan)["placement"] == {
-        "gpu_layers": -1, "experts_on_host": kept, "tensor_split": [], "kv_on_host": False, "tables": "auto", "layout": "auto",
+        "gpu_layers": -1, "experts_on_host": kept, "cards": [], "tensor_split": [], "kv_on_host": False, "tables": "auto", "layout": "auto",
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
+from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import GGML_TYPES, cause, ggml_function, has_gpu, log, offload, start_native
 from localllm_backends.llamacpp.threads import usable_cores
 
@@ -58,6 +59,10 @@ def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
         pattern = experts_pattern(placed.experts_on_host).encode()
         kept.append((_Override * 2)(_Override(pattern, host_buffer_type()), _Override(None, None)))
         params.tensor_buft_overrides = ctypes.cast(kept[-1], ctypes.c_void_p)
+    if placed.cards and spec.n_gpu_layers:
+        chosen = [device.handle for device in accelerators(placed.cards)]
+        kept.append((ctypes.c_void_p * (len(chosen) + 1))(*chosen, None))
+        params.devices = ctypes.addressof(kept[-1])
     if placed.tensor_split:
         most = int(llama.llama_max_devices())
         if len(placed.tensor_split) > most:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import LoadSpec, OutOfMemoryError
+from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
 from localllm_backends.llamacpp.native import GGML_TYPES, GgmlInitParams, c_string, ggml_function, log
 
 # ggml-backend.h: enum ggml_backend_dev_type
@@ -38,23 +39,45 @@ class Accelerator:
     total_bytes: int
 
 
-def accelerators() -> list[Accelerator]:
-    """The devices that layers go to: the cards, or without one the integrated GPU, as llama.cpp chooses."""
+def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
+    """The devices that layers go to: the cards, or without one the integrated GPU, as llama.cpp chooses; of these only those of
+    the numbers `cards` in the order of their PCI addresses, where any is given. LoadError for one that is not there."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    count = ggml_function("ggml_backend_dev_count", size)
-    get = ggml_function("ggml_backend_dev_get", pointer, size)
     kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, pointer)
     name = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, pointer)
     memory = ggml_function("ggml_backend_dev_memory", None, pointer, ctypes.POINTER(size), ctypes.POINTER(size))
-    found: dict[int, list[Accelerator]] = {_GPU: [], _INTEGRATED: []}
-    for i in range(count()):
-        device = get(i)
-        if kind(device) in found:
-            free, total = size(), size()
-            memory(device, ctypes.byref(free), ctypes.byref(total))
-            said = name(device).decode("utf-8", "replace")
-            found[kind(device)].append(Accelerator(device, said, free.value, total.value))
-    return found[_GPU] or found[_INTEGRATED]
+    there = _handles()
+    found = [h for h in there if kind(h) == _GPU] or [h for h in there if kind(h) == _INTEGRATED]
+    if cards:
+        found = _of_numbers(found, cards)
+    answer = []
+    for device in found:
+        free, total = size(), size()
+        memory(device, ctypes.byref(free), ctypes.byref(total))
+        answer.append(Accelerator(device, _text(name(device)), free.value, total.value))
+    return answer
+
+
+def _handles() -> list[int]:
+    get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    return [get(i) for i in range(ggml_function("ggml_backend_dev_count", ctypes.c_size_t)())]
+
+
+def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
+    """CUDA numbers the fastest card 0 unless it is told otherwise, Vulkan as its loader likes: addresses are the same for all.
+    Where a device has none, the order is ggml's."""
+    addresses = [_text(_properties(handle).device_id).lower() for handle in handles]
+    if all(addresses):
+        handles = [handle for _, handle in sorted(zip(addresses, handles, strict=True))]
+    if max(cards) >= len(handles):
+        raise LoadError(f"the plan is for GPU {max(cards)}, and this llama.cpp has {len(handles)} (counted from 0)")
+    return [handles[number] for number in cards]
+
+
+def _properties(handle: int) -> _Props:
+    pointer, props = ctypes.c_void_p, _Props()
+    ggml_function("ggml_backend_dev_get_props", None, pointer, ctypes.POINTER(_Props))(handle, ctypes.byref(props))
+    return props
 
 
 def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
@@ -63,7 +86,7 @@ def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
     if spec.n_gpu_layers == 0:
         return
     widths = _kv_widths(llama, model)
-    for device in accelerators():
+    for device in accelerators(spec.placement.cards):
         for width, kind in zip(widths, (spec.kv_type_k, spec.kv_type_v), strict=True):
             most = _most_cells(device, GGML_TYPES[kind], width, -(-n_ctx // _CELLS) * _CELLS)
             if most is not None:
@@ -149,18 +172,14 @@ def devices() -> dict[str, Any]:
 
     log.install()
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    at = ggml_function("ggml_backend_dev_get", pointer, size)
     registry = ggml_function("ggml_backend_dev_backend_reg", pointer, pointer)
     registry_name = ggml_function("ggml_backend_reg_name", ctypes.c_char_p, pointer)
-    properties = ggml_function("ggml_backend_dev_get_props", None, pointer, ctypes.POINTER(_Props))
     buffer_type = ggml_function("ggml_backend_dev_buffer_type", pointer, pointer)
     largest = ggml_function("ggml_backend_buft_get_max_size", size, pointer)
     found: list[dict[str, Any]] = []
     features: dict[str, dict[str, str]] = {}
-    for index in range(ggml_function("ggml_backend_dev_count", size)()):
-        device = at(index)
-        props = _Props()
-        properties(device, ctypes.byref(props))
+    for device in _handles():
+        props = _properties(device)
         backend = _text(registry_name(registry(device)))
         limit = largest(buffer_type(device))
         found.append(

@@ -182,7 +182,7 @@ def room_for_f16(model: Any, spec: LoadSpec) -> bool:
     kv_bytes = log.buffer_sizes().kv_bytes
     small.close()
     need_bytes = kv_bytes / max(cells, 1) * served_context(model, spec)
-    there = accelerators() if spec.n_gpu_layers else []
+    there = accelerators(spec.placement.cards) if spec.n_gpu_layers else []
     layers = int(start_native().llama_model_n_layer(model)) + 1
     share = 0.0 if not there else 1.0 if spec.n_gpu_layers < 0 else min(1.0, spec.n_gpu_layers / layers)
     fits_there = share * need_bytes <= _MEMORY_SHARE * sum(device.free_bytes for device in there)

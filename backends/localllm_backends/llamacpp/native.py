@@ -6,10 +6,15 @@ The log's text is not an API: every reader here treats a line it does not find a
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+# CUDA counts the fastest card first, the driver's tools by PCI address. Plans name cards as the tools do; read when the library
+# starts, in whichever process that is.
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 _MIB = 2**20
 _BUFFER = re.compile(r"(\S+)\s+(KV|RS|compute|output|model)\s+buffer size\s*=\s*([0-9.]+)\s*MiB")

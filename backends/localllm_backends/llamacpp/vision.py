@@ -34,6 +34,7 @@ from localllm_backends.contract import (
 from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.batch import EmbeddingBatch, LlamaCppStepResult
 from localllm_backends.llamacpp.cells import PlacedImage
+from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import log
 from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file, fingerprint
@@ -99,6 +100,8 @@ class Projector:
         mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(0))
         params = mtmd.mtmd_context_params_default()
         params.use_gpu = spec.n_gpu_layers != 0
+        if params.use_gpu and spec.placement.cards:  # by itself it takes the first of all GPUs
+            os.environ.setdefault("MTMD_BACKEND_DEVICE", accelerators(spec.placement.cards)[0].name)
         params.print_timings = False
         # Its buffers are there from the beginning: an image never finds the memory gone that loading was given.
         params.warmup = True

@@ -73,6 +73,7 @@ def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
         gpu_layers=-1 if asked.gpu_layers is None else _with_heads(asked.gpu_layers, heads),
         workers=tuple(settings.value("workers")),
         tensor_split=tuple(asked.tensor_split or ()),
+        cards=(),
     )
     return replace(spec, placement=placement, n_ctx=spec.n_ctx or _UNPLANNED_CONTEXT)
 

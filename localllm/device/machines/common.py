@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from localllm.device import table, usable
+from localllm.device import cards, table, usable
 from localllm.device.parsers.gpus import NvidiaGpu
 from localllm.device.table import DeviceRow
 from localllm.device.types import Accelerator, Device, Figure, Finding, Memory
@@ -68,66 +67,38 @@ def _nvidia_bandwidth(gpu: NvidiaGpu, row: DeviceRow | None) -> tuple[Figure | N
 
 
 def one_machine(
-    cards: Sequence[Card], accelerator: Accelerator, host: Memory | None, ram_bandwidth: Figure | None, base: Device
+    found: Sequence[Card], accelerator: Accelerator, host: Memory | None, ram_bandwidth: Figure | None, base: Device
 ) -> Device:
-    """Discrete cards as one Device: memory adds up (layers are split), bandwidth is what a token meets on its way.
-
-    Each card streams its share of the weights in turn, so the rate is total ÷ Σ(memory ÷ bandwidth).
-    """
-    biggest = max(cards, key=lambda card: (card.memory.total_bytes, card.bandwidth.value if card.bandwidth else 0.0))
-    fp16, fp8, fp4 = table.tflops(biggest.row) if biggest.row else (None, None, None)
+    """Discrete cards as one Device, in the order of their PCI addresses."""
     findings = list(base.findings)
-    if len(cards) > 1:
-        findings.append(
-            Finding("info", f"{len(cards)} GPUs: memory adds up (layers are split), speed is about that of one")
-        )
-    return replace(
+    if len(found) > 1:
+        told = f"{len(found)} GPUs: a model that one of them holds runs on the fastest that does; larger ones are divided by layers"
+        findings.append(Finding("info", told))
+    base = replace(
         base,
-        name=_joined(cards),
         kind="discrete",
         accelerator=accelerator,
-        family=biggest.row.family if biggest.row else accelerator,
-        memory=_sum([card.memory for card in cards]),
-        bandwidth_gbps=_in_turn(cards),
         host=host,
         host_bandwidth_gbps=ram_bandwidth,
+        findings=tuple(findings),
+        cards=(),
+    )
+    return cards.together(cards.numbered([_alone(card, base) for card in found]))
+
+
+def _alone(card: Card, base: Device) -> Device:
+    """`base` with this one card."""
+    fp16, fp8, fp4 = table.tflops(card.row) if card.row else (None, None, None)
+    return replace(
+        base,
+        name=card.name,
+        family=card.row.family if card.row else base.accelerator,
+        memory=card.memory,
+        bandwidth_gbps=card.bandwidth,
         fp16_tflops=fp16,
         fp8_tflops=fp8,
         fp4_tflops=fp4,
-        compute_units=biggest.compute_units,
-        compute_capability=biggest.compute_capability,
-        match=biggest.row.name if biggest.row else "",
-        n_gpus=len(cards),
-        cards_bytes=tuple(card.memory.limit_bytes for card in cards) if len(cards) > 1 else (),
-        findings=tuple(findings),
+        compute_units=card.compute_units,
+        compute_capability=card.compute_capability,
+        match=card.row.name if card.row else "",
     )
-
-
-def _joined(cards: Sequence[Card]) -> str:
-    counted = Counter(card.name for card in cards)
-    return " + ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())
-
-
-def _sum(memories: Sequence[Memory]) -> Memory:
-    if len(memories) == 1:
-        return memories[0]
-    return Memory(
-        sum(m.total_bytes for m in memories),
-        sum(m.limit_bytes for m in memories),
-        sum(m.available_bytes for m in memories),
-        memories[0].basis,
-        memories[0].source,
-    )
-
-
-def _in_turn(cards: Sequence[Card]) -> Figure | None:
-    figures = [card.bandwidth for card in cards]
-    if len({(f.value, f.basis) if f else None for f in figures}) == 1:
-        return figures[0]
-    seconds = 0.0
-    for card in cards:
-        if card.bandwidth is None:
-            return None
-        seconds += card.memory.total_bytes / card.bandwidth.value
-    total = sum(card.memory.total_bytes for card in cards)
-    return Figure(round(total / seconds, 1), "derived", "GPUs read in turn: total memory ÷ Σ(memory ÷ bandwidth)")

@@ -95,7 +95,7 @@ class Worker:
                 f"the draft model can't draft for this model: {difference}",
                 hint="name a draft model of the same family, or use --draft ngram",
             )
-        placement = Placement(gpu_layers=spec.n_gpu_layers)
+        placement = Placement(gpu_layers=spec.n_gpu_layers, cards=spec.placement.cards)
         return draft_type.load(
             LoadSpec(path, spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_threads, placement=placement)
         )

@@ -1,0 +1,68 @@
+"""Several cards as one Device: their memory in sum, what a token meets on its way, and any choice of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from localllm.device.types import Device, Figure, Memory
+
+
+def together(cards: Sequence[Device]) -> Device:
+    """One-card Devices of one computer as one: layers are divided over them, so memory adds up; what else is said of it is
+    the largest card's. A card is numbered by its place unless it is numbered already."""
+    if len(cards) == 1:
+        return cards[0]
+    biggest = max(cards, key=lambda c: (c.memory.total_bytes, c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0))
+    return replace(
+        biggest,
+        name=_joined(cards),
+        memory=_sum([card.memory for card in cards]),
+        bandwidth_gbps=_in_turn(cards),
+        n_gpus=len(cards),
+        cards=tuple(cards),
+    )
+
+
+def numbered(cards: Sequence[Device]) -> list[Device]:
+    """`cards` with their places as their numbers."""
+    return [replace(card, number=i) for i, card in enumerate(cards)]
+
+
+def only(device: Device, numbers: Sequence[int]) -> Device:
+    """`device` had it only the cards of these numbers; itself where that is all, or it has no cards that can be chosen of."""
+    chosen = [card for card in device.cards if card.number in numbers]
+    if not chosen or len(chosen) == len(device.cards):
+        return device
+    # What the machine around them is, is said once, of the whole.
+    around = {"host": device.host, "host_bandwidth_gbps": device.host_bandwidth_gbps, "findings": device.findings}
+    return replace(together(chosen), simulated=device.simulated, **around)  # type: ignore[arg-type]
+
+
+def _joined(cards: Sequence[Device]) -> str:
+    counted = Counter(card.name for card in cards)
+    return " + ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())
+
+
+def _sum(memories: Sequence[Memory]) -> Memory:
+    return replace(
+        memories[0],
+        total_bytes=sum(m.total_bytes for m in memories),
+        limit_bytes=sum(m.limit_bytes for m in memories),
+        available_bytes=sum(m.available_bytes for m in memories),
+    )
+
+
+def _in_turn(cards: Sequence[Device]) -> Figure | None:
+    """GB/s where each card streams its share of the weights in turn and holds as much as its memory lets it."""
+    figures = [card.bandwidth_gbps for card in cards]
+    if len({(f.value, f.basis) if f else None for f in figures}) == 1:
+        return figures[0]
+    seconds = 0.0
+    for card in cards:
+        if card.bandwidth_gbps is None:
+            return None
+        seconds += card.memory.total_bytes / card.bandwidth_gbps.value
+    total = sum(card.memory.total_bytes for card in cards)
+    return Figure(round(total / seconds, 1), "derived", "GPUs read in turn: total memory ÷ Σ(memory ÷ bandwidth)")
