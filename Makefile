@@ -1,7 +1,7 @@
 # Two commands: `make chat` (set up and talk) and `make test` (set up, check and test).
 # The rest is for developers. Nothing is installed outside .venv, but a build of the engine for a GPU (localllm setup --list).
 
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin

@@ -10,13 +10,22 @@ PYTHON=${PYTHON:-}
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 
-[ -n "$PYTHON" ] || die "no Python 3.11 or newer was found" \
-	"install one (Debian/Ubuntu: sudo apt install python3.11 python3.11-venv; macOS: brew install python@3.12), or name it: make chat PYTHON=/path/to/python3"
+# uv's own installer puts it where a shell that was open before does not look.
+uv=$(command -v uv || command -v "$HOME/.local/bin/uv" || true)
 
 if [ ! -x "$VENV/bin/python" ]; then
-	say "creating a virtual environment in $VENV with $($PYTHON --version)"
-	"$PYTHON" -m venv "$VENV" || die "$PYTHON can't make virtual environments" \
-		"install its venv module (Debian/Ubuntu: sudo apt install python3-venv), then run the command again"
+	if [ -n "$PYTHON" ]; then
+		say "creating a virtual environment in $VENV with $($PYTHON --version)"
+		"$PYTHON" -m venv "$VENV" || die "$PYTHON can't make virtual environments" \
+			"install its venv module (Debian/Ubuntu: sudo apt install python3-venv), then run the command again"
+	elif [ -n "$uv" ]; then
+		say "creating a virtual environment in $VENV with a Python that uv brings"
+		"$uv" venv --seed --python 3.13 "$VENV" || die "uv could not make an environment with Python 3.13" \
+			"the lines above say why; or install Python 3.11 or newer and name it: make chat PYTHON=/path/to/python3"
+	else
+		die "no Python 3.11 or newer was found$(command -v python3 >/dev/null && printf ' (python3 is %s)' "$(python3 --version 2>&1)")" \
+			"get one (macOS: the installer of https://www.python.org/downloads, or uv: curl -LsSf https://astral.sh/uv/install.sh | sh; Debian/Ubuntu: sudo apt install python3 python3-venv), then run the command again, or name it: make chat PYTHON=/path/to/python3"
+	fi
 fi
 PIP="$VENV/bin/python -m pip --disable-pip-version-check"
 

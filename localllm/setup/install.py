@@ -19,7 +19,7 @@ from pathlib import Path
 
 from localllm import paths
 from localllm.device.in_use import ask_build
-from localllm.setup import builds, processor_part, trial
+from localllm.setup import builds, installer, processor_part, trial
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost
 from localllm.setup.steps import FOLDER, BuildRecipe, Step
@@ -149,7 +149,7 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
     if not failure:
         return
     if not before:
-        (run or _run)([sys.executable, "-m", "pip", "uninstall", "--yes", "mlx", "mlx-lm"], dict(os.environ), log)
+        (run or _run)(installer.command(["uninstall", "--yes", "mlx", "mlx-lm"]), dict(os.environ), log)
     raise SetupError(
         f"MLX was {'not changed back' if before else 'taken out again'}: {failure}",
         hint=f"all that was printed is in {log}",
@@ -217,10 +217,10 @@ def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
     environment |= {name: _joined(name, value.replace(FOLDER, str(folder))) for name, value in step.environment}
     words = [word.replace(FOLDER, str(folder)) for word in step.pip]
     started = time.monotonic()
-    code = run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words], environment, log)
+    code = run(installer.command(words), environment, log)
     if code:
         raise SetupError(
-            f"{step.said}: pip ended with exit code {code}: {last_words(log)}",
+            f"{step.said}: the installation ended with exit code {code}: {last_words(log)}",
             hint=f"what ran before still runs; all that was printed is in {log}",
         )
     say(f"   done in {time.monotonic() - started:.0f} s")
