@@ -67,7 +67,7 @@ WHEELS = (
 def capabilities(device: Device) -> tuple[Version, ...]:
     """Of every card, each once, the oldest first; nothing where none is known."""
     known = set()
-    for card in (device,):
+    for card in device.cards or (device,):
         major, _, minor = card.compute_capability.partition(".")
         if major.isdigit() and minor.isdigit():
             known.add((int(major), int(minor)))

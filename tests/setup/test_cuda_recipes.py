@@ -194,3 +194,51 @@ def test_whatever_the_card_driver_and_system_the_chain_can_run_there_or_says_wha
             assert driver is None or wheel.cuda <= driver
             assert wheel.runs_on(version)
             assert architecture == "x86_64"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rtx 3060 + rtx 5090", "86-real;120a-real"),
+        ("rtx 4090 + 2x rtx 5090", "89-real;120a-real"),
+        ("rtx 2080 ti + rtx 3090 + rtx 5060 ti", "75-real;86-real;120a-real"),
+        ("2x rtx 5090", "120a-real"),
+    ],
+)
+def test_cards_of_several_generations_are_all_compiled_for(name: str, expected: str) -> None:
+    chain = found(resolve(name))
+    assert architectures(chain[0]) == expected
+    assert chain[0].name == f"cuda-{re.sub('a?-real', '', expected).replace(';', '-')}"
+    # And the wheel that follows runs on each: as code, or from its PTX.
+    (wheel,) = (w for w in cuda.WHEELS if w.index == index(chain[1]))
+    assert all(map(wheel.runs_on, cuda.capabilities(resolve(name))))
+
+
+@pytest.mark.parametrize(
+    ("name", "nvcc", "first"),
+    [
+        ("rtx 3060 + rtx 4090", None, "cu130"),
+        ("gtx 1080 ti + rtx 3090", None, "cu125"),
+        # Nothing compiles for both but CUDA 12.8 and 12.9; CUDA 12's wheel has code of the one and PTX for the other.
+        ("gtx 1080 ti + rtx 5090", None, "cu125"),
+        ("gtx 1080 ti + rtx 5090", (12, 9), "compiled"),
+        ("gtx 1080 ti + rtx 5090", (13, 4), "cu125"),
+    ],
+)
+def test_one_build_runs_on_the_oldest_card_and_on_the_newest(name: str, nvcc: Version | None, first: str) -> None:
+    device = resolve(name)
+    assert index(found(device, replace(assumed(device), nvcc=nvcc))[0]) == first
+
+
+def test_any_two_cards_get_a_build_that_runs_on_both() -> None:
+    for one, other in itertools.combinations(
+        ["6.1", "7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"], 2
+    ):
+        both = replace(card(one), cards=(card(one), card(other)))
+        for made in found(both):
+            if index(made) == "compiled":
+                assert all(f"{c.replace('.', '')}" in architectures(made) for c in (one, other))
+            elif made.backend == "cuda":
+                (wheel,) = (w for w in cuda.WHEELS if w.index == index(made))
+                assert all(map(wheel.runs_on, cuda.capabilities(both)))
+        assert found(both)[0].backend == "cuda"
