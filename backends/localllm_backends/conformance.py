@@ -19,6 +19,7 @@ from localllm_backends.contract import (
     Chunk,
     NoCellsError,
     SampleSpec,
+    SeenTokens,
 )
 
 # Kernels for different batch shapes round differently; random weights of our tests' size stay well inside this share
@@ -127,41 +128,71 @@ def several_outputs_come_in_order_and_argmax_agrees(subject: Subject) -> None:
 
 
 def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
-    """A sampled token is the one that double precision samples from the chunk's last row, or none is named."""
+    """A sampled token is the one that the spec's definition gives in double precision, or a neighbour of it where a share ends that
+    near, or none is named."""
     backend = subject.backend
     if not backend.capabilities.samples:
         raise NotHere("this backend leaves sampling to the engine")
     sequence, named = backend.new_sequence(), 0
     backend.step([Chunk(sequence, line(11), outputs=0)])
+    some = np.arange(0, backend.info.n_vocab, 3)
+    seen = SeenTokens(some, np.full(len(some), 2, dtype=np.int32), repeat=1.3, presence=0.4, frequency=0.2)
+    allowed = np.packbits(np.arange(backend.info.n_vocab) % 2 > 0, bitorder="little")
     specs = [
         SampleSpec(1.2, 0, 1.0, 0.0, 0.9),
         SampleSpec(0.7, 20, 0.9, 0.0, 0.5),
         SampleSpec(1.0, 40, 0.95, 0.05, 0.1, 0.7),
+        SampleSpec(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)),
+        SampleSpec(0.9, 30, 1.0, 0.0, 0.6, seen=seen),
+        SampleSpec(0.0, 0, 1.0, 0.0, 0.0, bias=(some, np.full(len(some), 3.0, dtype=np.float32)), allowed=allowed),
+        SampleSpec(1.0, 0, 1.0, 0.1, 0.3, reduced=(some, np.full(len(some), -3.0, dtype=np.float32)), allowed=allowed),
     ]
-    specs.append(SampleSpec(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)))
     for i, spec in enumerate(specs):
         result = backend.step([Chunk(sequence, [20 + i], sample=spec)])
         token, row = result.sampled(0), result.logits(0)[-1].astype(np.float64)
         named += token is not None
-        require(
-            token in (None, _sampled(row, spec)), f"{token} was sampled where the logits give {_sampled(row, spec)}"
-        )
-    require(named > 0, "of three tokens none was sampled")
+        require(token is None or _may_be(token, row, spec), f"{token} was sampled for {spec}, not what the logits give")
+    require(named > 0, "of all these tokens none was sampled")
     backend.drop(sequence)
 
 
-def _sampled(row: NDArray[np.float64], spec: SampleSpec) -> int:
-    """The token that `spec` asks for, by its definition."""
+# How far single precision may be from double, in shares of all that is drawn from.
+_NEAR = 1e-4
+
+
+def _may_be(token: int, row: NDArray[np.float64], spec: SampleSpec) -> bool:
+    """Is `token` what `spec` asks for, by its definition, wherever within `_NEAR` of where they are its limits may lie?"""
     row = row.copy()
+    if spec.bias is not None:
+        row[spec.bias[0]] += spec.bias[1]
+    if spec.seen is not None:
+        seen = spec.seen
+        values = row[seen.ids]
+        values = np.where(values > 0, values / seen.repeat, values * seen.repeat)
+        row[seen.ids] = values - seen.presence - seen.counts * seen.frequency
+    if spec.reduced is not None:
+        row[spec.reduced[0]] += spec.reduced[1]
+    if spec.allowed is not None:
+        row[np.unpackbits(spec.allowed, bitorder="little")[: len(row)] == 0] = -np.inf
     row[list(spec.banned)] = -np.inf
+    if spec.temperature <= 0:
+        return bool(row[token] >= row.max() - _NEAR)
+    return any(_draws(token, row, spec, by) for by in (0.0, -_NEAR, _NEAR))
+
+
+def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float) -> bool:
     ids = np.lexsort((np.arange(len(row)), -row))[: spec.top_k or None]
     share = np.exp(row[ids] - row[ids[0]])
     share /= share.sum()
     if spec.top_p < 1.0:
-        ids = ids[: int(np.searchsorted(np.cumsum(share), spec.top_p)) + 1]
-    ids = ids[share[: len(ids)] >= spec.min_p * share[0]]
-    weights = np.exp((row[ids] - row[ids[0]]) / spec.temperature)
-    return int(ids[int(np.searchsorted(np.cumsum(weights) / weights.sum(), spec.uniform, side="right"))])
+        ids = ids[: int(np.searchsorted(np.cumsum(share), spec.top_p + by)) + 1]
+    ids = ids[share[: len(ids)] >= spec.min_p * (1 + by) * share[0]]
+    ids = ids if spec.top_k or spec.top_p < 1.0 else np.sort(ids)
+    weights = np.exp((row[ids] - row[ids].max()) / spec.temperature)
+    ends = np.cumsum(weights) / weights.sum()
+    at = np.flatnonzero(ids == token)
+    begins = ends - weights / weights.sum()
+    return bool(len(at) and begins[at[0]] - _NEAR <= spec.uniform <= ends[at[0]] + _NEAR)
 
 
 def no_outputs_means_no_rows(subject: Subject) -> None:

@@ -36,6 +36,7 @@ from localllm_backends.values import LoadSpec as LoadSpec
 from localllm_backends.values import MemoryReport as MemoryReport
 from localllm_backends.values import ModelInfo as ModelInfo
 from localllm_backends.values import SampleSpec as SampleSpec
+from localllm_backends.values import SeenTokens as SeenTokens
 from localllm_backends.values import SequenceId as SequenceId
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class StepResult(ABC):
         """Logits of the wanted outputs of chunk number `chunk`: float32 [outputs, n_vocab], read-only."""
 
     def sampled(self, chunk: int) -> int | None:
-        """The token that the `sample` of chunk number `chunk` asked for, exactly what double precision samples from its logits;
-        None where that takes a look at them. (Capabilities.samples)"""
+        """The token that the `sample` of chunk number `chunk` asked for, in single precision: where a share ends within 1e-4 of
+        `uniform` or of top_p it may be the next one. None where that takes a look at the logits. (Capabilities.samples)"""
         return None
 
 

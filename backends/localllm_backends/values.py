@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    # Ids of tokens, and what is added to the logit of each.
+    Amounts: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
+
 SequenceId: TypeAlias = int
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
@@ -161,29 +164,48 @@ class MemoryReport:
 MAX_SAMPLED_TOP_K = 512
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenTokens:
+    """The tokens in the window of a line's penalties: each of `ids` came `counts` (> 0) times. Their logits are divided by `repeat`
+    where they are positive and else multiplied by it, and lose `presence`, and `frequency` as often as they came. The next
+    token pushes one `leaving` out of the window (-1: none)."""
+
+    ids: NDArray[np.int64]
+    counts: NDArray[np.int32]
+    leaving: int = -1
+    repeat: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How the token behind a chunk's last output is sampled: of the tokens ranked by logit (equals by id) top_k (0: all), top_p
-    (1: all) and min_p (0: all) leave some, in this order, by their softmax at temperature 1; the softmax of those at
-    `temperature` (> 0) is summed up, best first, and the token is the one in which `uniform` in [0, 1) lies.
+    """How the token behind a chunk's last output is sampled. Its logits are changed, in this order: `bias` is added to some;
+    those `seen` are penalised; `reduced` is added to some (both: ids and amounts); what is not `allowed` (a bit for each token,
+    the lowest first) or is `banned` is never sampled.
 
-    `next_uniform` will sample the token after it, if nothing changes: a backend may begin with that step at once. None of `banned`
-    is sampled, as if their logits were -inf."""
+    Of the tokens ranked by logit (equals by id) top_k (0: all), top_p (1: all) and min_p (0: all) leave some, in this order, by their
+    softmax at temperature 1; the softmax of those at `temperature` is summed up, in their order where top_k or top_p left them and
+    else by id, and the token is the one in which `uniform` in [0, 1) lies. At a `temperature` of 0 it is the best one.
+
+    `next_uniform` will sample the token after it, if nothing changes but the tokens that were seen: a backend may begin with
+    that step at once. None: that takes a look at this one. Two specs of one line are equal where they sample the same token."""
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     uniform: float
-    next_uniform: float | None = None
+    next_uniform: float | None = field(default=None, compare=False)
     banned: tuple[int, ...] = ()
+    seen: SeenTokens | None = field(default=None, compare=False)
+    bias: Amounts | None = field(default=None, compare=False)
+    reduced: Amounts | None = field(default=None, compare=False)
+    allowed: NDArray[np.uint8] | None = field(default=None, compare=False)
 
     def next(self) -> SampleSpec | None:
+        """That of the token after it."""
         return None if self.next_uniform is None else replace(self, uniform=self.next_uniform, next_uniform=None)
-
-    def same(self, other: SampleSpec) -> bool:
-        """Does `other` sample the same token?"""
-        return replace(self, next_uniform=None) == replace(other, next_uniform=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,8 @@ from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.row import Row
 from localllm.engine.scheduler import Grant
-from localllm.engine.tokens import Placed
 from localllm.engine.vision import ImageSteps
-from localllm_backends.contract import Backend, Chunk, ImagePart, SampleSpec, StepResult
+from localllm_backends.contract import Backend, Chunk, ImagePart, StepResult
 
 
 @dataclass
@@ -25,6 +24,7 @@ class OutputProcessor:
 
     def __post_init__(self) -> None:
         self._eog = frozenset(self.backend.info.eog_tokens)
+        self._samples = self.backend.capabilities.samples
 
     def chunk(self, grant: Grant) -> Chunk:
         """What a grant puts into the step."""
@@ -33,24 +33,16 @@ class OutputProcessor:
         if grant.prefill:
             tokens = job.tokens[job.n_kv : job.n_kv + grant.n_tokens]
             last = job.n_kv + grant.n_tokens == len(job.tokens)
-            placed = job.image
-            if placed is not None:
-                return Chunk(job.sequence, tokens, int(last), image=self._image_part(job, placed))
-            return Chunk(job.sequence, tokens, int(last), self._sample_spec(job) if last else None)
+            if (placed := job.image) is not None:
+                assert self.images is not None
+                assert self.images.chosen is not None
+                part = ImagePart(placed.run, self.images.chosen, job.n_kv - placed.start)
+                return Chunk(job.sequence, tokens, int(last), image=part)
+            sample = job.sampler.sample_spec(job.tokens) if self._samples and last else None
+            return Chunk(job.sequence, tokens, int(last), sample)
         job.draft = job.draft[: grant.n_tokens - 1]
-        sample = None if job.draft else self._sample_spec(job)
+        sample = job.sampler.sample_spec(job.tokens) if self._samples and not job.draft else None
         return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens, sample)
-
-    def _image_part(self, job: RunningRequest, placed: Placed) -> ImagePart:
-        assert self.images is not None
-        assert self.images.chosen is not None
-        return ImagePart(placed.run, self.images.chosen, job.n_kv - placed.start)
-
-    def _sample_spec(self, job: RunningRequest) -> SampleSpec | None:
-        """How the backend may sample the job's next token, where it can and nobody wants to see its logits."""
-        if not self.backend.capabilities.samples or job.request.generation.logprobs is not None:
-            return None
-        return job.sampler.sample_spec(len(job.tokens))
 
     def advance(self, grants: list[Grant], result: StepResult) -> int:
         """Every granted job by one step; returns how many had their first token."""
@@ -79,19 +71,22 @@ class OutputProcessor:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
-        greedy = job.request.generation.logprobs is None and job.sampler.takes_argmax(len(job.tokens), len(draft))
+        greedy = job.sampler.takes_argmax(len(job.tokens), len(draft))
         best = result.argmax(index) if greedy else []
         greedy = greedy and job.sampler.allows(best, len(job.tokens))
-        sampled = None if greedy or draft else self._sampled(job, result, index)
-        best = best if sampled is None else [sampled]
-        rows = None if greedy or sampled is not None else result.logits(index)
+        sampled = None if greedy or draft else result.sampled(index)
+        if sampled is not None:
+            job.sampler.sampled(sampled)
+            best = [sampled]
+        chosen = greedy or sampled is not None
+        rows = result.logits(index) if not chosen or job.request.generation.logprobs is not None else None
         accepted = 0
         before = len(job.tokens)
         said: list[Text] = []
         finish: FinishReason | None = None
         for i in range(len(draft) + 1):
             row = None if rows is None else rows[i]
-            if row is None:
+            if chosen or row is None:
                 token = best[i]
             elif drawn_from is not None and i < len(draft):
                 token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
@@ -114,15 +109,6 @@ class OutputProcessor:
             self.backend.truncate(job.sequence, job.n_kv)
         if finish is not None:
             self.jobs.finish(job, finish)
-
-    def _sampled(self, job: RunningRequest, result: StepResult, index: int) -> int | None:
-        """The token that the backend sampled for the job; None where it did not."""
-        if self._sample_spec(job) is None:
-            return None
-        token = result.sampled(index)
-        if token is not None:
-            job.sampler.uniform()  # which drew it
-        return token
 
     def _emit(self, job: RunningRequest, token: int, row: Row | None, said: list[Text]) -> FinishReason | None:
         """Append one chosen token, and its text to `said`; the reason if it ends the request."""

@@ -6,6 +6,8 @@ are off by a rounding error. What is kept has the defined probabilities: the dis
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -106,24 +108,19 @@ def distributed(row: Row, sampling: Sampling) -> NDArray[np.float64]:
     return out
 
 
-def at_the_limits(sampling: Sampling) -> list[Sampling]:
-    """The same filters with each limit moved by so little as rounding may."""
-    near = []
-    for sign in (-1.0, 1.0):
-        moved = {}
-        for name in ("top_p", "typical_p", "min_p", "xtc_threshold"):
-            value = getattr(sampling, name)
-            if 0 < value < 1:
-                moved[name] = value * (1 + sign * 2e-6)
-        near.append(replace(sampling, **moved))
-    return near
+def at_the_limits(sampling: Sampling) -> Iterator[Sampling]:
+    """The same filters with each limit moved by so little as rounding may, one up and another down."""
+    limits = [n for n in ("top_p", "typical_p", "min_p", "xtc_threshold") if 0 < getattr(sampling, n) < 1]
+    for signs in itertools.product((-1.0, 0.0, 1.0), repeat=len(limits)):
+        moved = {n: getattr(sampling, n) * (1 + sign * 2e-6) for n, sign in zip(limits, signs, strict=True)}
+        yield replace(sampling, **moved)
 
 
 def follows(found: NDArray[np.float64], logits: Row, sampling: Sampling) -> bool:
     """Is the distribution found the defined one, within the tolerance?"""
     row = readable(logits)
     share = tempered(row, kept(row, OPEN), OPEN)
-    for near in (sampling, *at_the_limits(sampling)):
+    for near in itertools.chain([sampling], at_the_limits(sampling)):
         ids = kept(row, near)
         wanted = tempered(row, ids, near)
         # Single precision has no number for the least probable.

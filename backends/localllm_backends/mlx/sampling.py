@@ -1,38 +1,44 @@
 """Tokens sampled on the device, so that the next step can begin before anybody here has seen them.
 
-The filters and their order are the contract's (`SampleSpec`). The device computes in single precision and looks at the best 512
-tokens only; wherever that could give another token than double precision over all of them, it says that it is unsure
-(-1), and the owner samples from the logits. So a seed gives the same tokens wherever they are sampled.
+What is computed, and in which order, is the contract's (`SampleSpec`). A row's best tokens are found by the peaks of blocks, so
+that no vocabulary is put in order, and all that lies between two reductions is one kernel (mx.compile). Parameters are arrays: one
+compiled function serves every mix of requests with the same stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
-# A share nearer than this to a limit may lie on its other side: more than single precision errs over a vocabulary.
-_NEAR = 2e-5
 UNSURE = -1
+# The fewest tokens that are ranked: what top_k keeps is rounded up to a power of two, so that few functions are compiled.
+_LEAST_HEAD = 64
+# Metal sorts rows up to so long in one kernel (mlx/backend/metal/sort.cpp: 512 threads, 8 values each).
+_SORTED_AT_ONCE = 4096
+# What lies behind the ranked tokens is summed up by blocks of so many.
+_BLOCK = 64
+# Lists of tokens that differ in length between requests and steps are filled up to a power of two, at least so many.
+_LEAST_LIST = 16
 
 
 @dataclass
 class DeviceSamples:
-    """The tokens sampled by each of `asked`, on their way from the device."""
+    """The tokens sampled by each of `asked`, on their way from the device; `readable` as a model takes them, any one where it is
+    unsure."""
 
     tokens: Any
+    readable: Any
     asked: list[SampleSpec]
     host: list[int] | None = None
-
-    @property
-    def readable(self) -> Any:
-        """The tokens as a model takes them; any one where it is unsure."""
-        return mx.maximum(self.tokens, 0)
 
     def on_host(self) -> list[int]:
         """The tokens; UNSURE where the logits must be asked."""
@@ -41,64 +47,262 @@ class DeviceSamples:
         return self.host
 
 
-def sample(rows: Any, asked: Seq[SampleSpec]) -> DeviceSamples:
-    """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab])."""
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """What a compiled function does: draws from `head` ranked tokens (0: nobody wants that), with the sum of the whole row (`total`)
+    for a top_p among all tokens; draws from all by their ids (`free`)."""
+
+    head: int
+    total: bool
+    free: bool
+    biased: bool
+    penalised: bool
+    ahead: bool
+    reduced: bool
+    masked: bool
+
+    @classmethod
+    def of(cls, asked: Seq[SampleSpec], n_vocab: int, ahead: bool) -> _Stages:
+        kept = [1 if d.temperature <= 0 else d.top_k if 0 < d.top_k < n_vocab else 0 for d in asked]
+        cut = [d.top_p < 1.0 and not k for d, k in zip(asked, kept, strict=True)]
+        head = MAX_SAMPLED_TOP_K if any(cut) else _power(max(kept), _LEAST_HEAD) if any(kept) else 0
+        penalised = any(d.seen is not None for d in asked)
+        return cls(
+            head=min(head, n_vocab),
+            total=any(cut),
+            free=not all(k or c for k, c in zip(kept, cut, strict=True)),
+            biased=any(d.bias is not None for d in asked),
+            penalised=penalised,
+            ahead=ahead and penalised,
+            reduced=any(d.reduced is not None or d.banned for d in asked),
+            masked=any(d.allowed is not None for d in asked),
+        )
+
+
+def sample(rows: Any, asked: Seq[SampleSpec], drawn: Any = None, stream: Any = None) -> DeviceSamples:
+    """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab]), on `stream`. With `drawn`, tokens
+    [len(asked)] that nobody has seen yet have come behind what the specs tell of."""
     n_vocab = int(rows.shape[-1])
-    n = min(MAX_SAMPLED_TOP_K, n_vocab)
-    rows = rows.astype(mx.float32)
-    if any(d.banned for d in asked):
-        at = [(i, token) for i, d in enumerate(asked) for token in d.banned]
-        rows[mx.array([i for i, _ in at]), mx.array([token for _, token in at])] = -mx.inf
-    ids = mx.argpartition(-rows, n - 1, axis=-1)[:, :n] if n < n_vocab else mx.broadcast_to(mx.arange(n), rows.shape)
-    # Equals stand by their ids: a stable sort by logit keeps the order that they are given in.
-    ids = mx.sort(ids, axis=-1)
-    values = mx.take_along_axis(rows, ids, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    ids, values = mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
-
-    def column(of: list[float]) -> Any:
-        return mx.array(of, dtype=mx.float32)[:, None]
-
-    limited = column([float(0 < d.top_k < n_vocab) for d in asked]) > 0
-    top_k = column([float(d.top_k if 0 < d.top_k < n_vocab else n_vocab) for d in asked])
-    top_p, min_p = column([d.top_p for d in asked]), column([d.min_p for d in asked])
-    temperature, uniform = column([d.temperature for d in asked]), column([d.uniform for d in asked])
-    inside = mx.arange(n)[None] < top_k
-    keep, unsure = _kept(values, rows, inside, limited, top_p, min_p)
-    cut = limited | (top_p < 1.0) | (min_p > 0.0)
-    # What would be kept behind the last one looked at.
-    unsure = unsure | (keep[:, -1:] & cut & (top_k > n) if n < n_vocab else mx.zeros_like(cut))
-    hot = values / temperature
-    best = hot[:, :1]
-    weights = mx.where(keep, mx.exp(hot - best), 0.0)
-    total = mx.where(
-        cut, weights.sum(axis=-1, keepdims=True), mx.exp(rows / temperature - best).sum(axis=-1, keepdims=True)
-    )
-    reached = mx.cumsum(weights / total, axis=-1)
-    at = (reached <= uniform).sum(axis=-1, keepdims=True)
-    # One token alone is always it: where everything ends is no limit.
-    between = keep & (mx.arange(n)[None] < keep.sum(axis=-1, keepdims=True) - 1)
-    unsure = unsure | (mx.where(between, mx.abs(reached - uniform), 1.0).min(axis=-1, keepdims=True) < _NEAR)
-    beyond = at >= keep.sum(axis=-1, keepdims=True)
-    last = mx.minimum(at, keep.sum(axis=-1, keepdims=True) - 1)
-    unsure = unsure | (beyond & mx.logical_not(cut) & (uniform < 1.0) if n < n_vocab else mx.zeros_like(beyond))
-    unsure = unsure | mx.logical_not(mx.isfinite(total) & (mx.abs(best) < mx.inf))
-    token = mx.take_along_axis(ids, last.astype(mx.uint32), axis=-1).astype(mx.int32)
-    return DeviceSamples(mx.where(unsure, UNSURE, token)[:, 0], list(asked))
+    stages = _Stages.of(asked, n_vocab, drawn is not None)
+    stream = mx.default_stream(mx.default_device()) if stream is None else stream
+    arrays = [_parameters(asked, n_vocab)]
+    if stages.biased:
+        arrays += _sparse([[d.bias] if d.bias is not None else [] for d in asked], n_vocab)
+    if stages.penalised:
+        arrays += _seen(asked)
+    if stages.ahead:
+        arrays += [mx.array([[-1 if d.seen is None else d.seen.leaving] for d in asked], dtype=mx.int32), drawn]
+    if stages.reduced:
+        arrays += _sparse([[*([d.reduced] if d.reduced is not None else []), _banned(d)] for d in asked], n_vocab)
+    if stages.masked:
+        arrays.append(_bits(asked, n_vocab))
+    with mx.stream(stream):
+        tokens, readable = _compiled(stages, str(stream))(rows, *arrays)
+    return DeviceSamples(tokens, readable, list(asked))
 
 
-def _kept(values: Any, rows: Any, inside: Any, limited: Any, top_p: Any, min_p: Any) -> tuple[Any, Any]:
-    """Which of the ranked `values` top_k, top_p and min_p leave, and whether that is unsure."""
-    best = values[:, :1]
-    weights = mx.where(inside, mx.exp(values - best), 0.0)
-    total = mx.where(limited, weights.sum(axis=-1, keepdims=True), mx.exp(rows - best).sum(axis=-1, keepdims=True))
-    share = weights / total
-    reached = mx.cumsum(share, axis=-1)
-    first = mx.arange(values.shape[-1])[None] == 0
-    whole = top_p >= 1.0
-    keep = inside & (values > -mx.inf) & (whole | (reached - share < top_p)) & (share >= min_p * share[:, :1])
-    close = (mx.abs(reached - top_p) < _NEAR) & inside & mx.logical_not(whole) & (share > 0)
-    close = close | (
-        (mx.abs(share - min_p * share[:, :1]) < _NEAR * share[:, :1]) & (min_p > 0) & mx.logical_not(first)
-    )
-    return keep | first, close.any(axis=-1, keepdims=True)
+# --- from specs to arrays ----------------------------------------------------------------------------------------------
+
+_PARAMETERS = 8
+
+
+def _parameters(asked: Seq[SampleSpec], n_vocab: int) -> Any:
+    """One row of numbers for each spec. At a temperature of 0 the best token alone is kept."""
+    table = np.empty((len(asked), _PARAMETERS), dtype=np.float32)
+    for row, d in zip(table, asked, strict=True):
+        top_k = 1 if d.temperature <= 0 else d.top_k if 0 < d.top_k < n_vocab else n_vocab
+        temperature = d.temperature if d.temperature > 0 else 1.0
+        row[:5] = temperature, top_k, d.top_p, d.min_p, d.uniform
+        row[5:] = (1.0, 0.0, 0.0) if d.seen is None else (d.seen.repeat, d.seen.presence, d.seen.frequency)
+    return mx.array(table)
+
+
+def _power(n: int, least: int) -> int:
+    return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def _filled(lists: Seq[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
+    """Lists of (ids, numbers) as two arrays, filled up with whatever each list begins with, or a token 0 of number 0."""
+    longest = _power(max(len(ids) for ids, _ in lists), _LEAST_LIST)
+    ids = np.zeros((len(lists), longest), dtype=np.int32)
+    numbers = np.zeros((len(lists), longest), dtype=np.float32)
+    for row, (mine, amounts) in enumerate(lists):
+        if len(mine):
+            ids[row], numbers[row] = mine[0], amounts[0]
+            ids[row, : len(mine)], numbers[row, : len(mine)] = mine, amounts
+    return [mx.array(ids), mx.array(numbers)]
+
+
+def _sparse(lists: Seq[Seq[tuple[NDArray[Any], NDArray[Any]]]], n_vocab: int) -> list[Any]:
+    """What is added to some logits of each row, several lists of it."""
+    joined = []
+    for parts in lists:
+        # In front what nothing is added to: with that the lists are filled up.
+        ids = np.concatenate([np.zeros(1, dtype=np.int64), *(i for i, _ in parts)])
+        amounts = np.concatenate([np.zeros(1, dtype=np.float32), *(a for _, a in parts)])
+        known = (ids >= 0) & (ids < n_vocab)
+        joined.append((ids[known], amounts[known]))
+    return _filled(joined)
+
+
+def _banned(spec: SampleSpec) -> tuple[NDArray[Any], NDArray[Any]]:
+    return np.array(spec.banned, dtype=np.int64), np.full(len(spec.banned), -np.inf, dtype=np.float32)
+
+
+def _seen(asked: Seq[SampleSpec]) -> list[Any]:
+    nothing = np.zeros(0, dtype=np.int32)
+    return _filled([(nothing, nothing) if d.seen is None else (d.seen.ids, d.seen.counts) for d in asked])
+
+
+def _bits(asked: Seq[SampleSpec], n_vocab: int) -> Any:
+    """A bit for each token that a row allows, eight to a byte, the lowest first."""
+    table = np.full((len(asked), -(-n_vocab // 8)), 255, dtype=np.uint8)
+    for row, d in zip(table, asked, strict=True):
+        if d.allowed is not None:
+            n = min(len(row), len(d.allowed))
+            row[:n], row[n:] = d.allowed[:n], 0
+    return mx.array(table)
+
+
+# --- on the device -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _compiled(stages: _Stages, stream: str) -> Any:
+    """One for each stream: a compiled function stays on that on which it was first called."""
+    return mx.compile(partial(_sample, stages))
+
+
+@cache
+def _numbers(n: int) -> Any:
+    """0 to n - 1: one array for all, where each function would make it again in every step."""
+    found = mx.arange(n, dtype=mx.uint32)
+    mx.eval(found)
+    return found
+
+
+def _sample(stages: _Stages, rows: Any, parameters: Any, *arrays: Any) -> tuple[Any, Any]:
+    return _drawn(stages, _adjusted(stages, rows.astype(mx.float32), parameters, iter(arrays)), parameters)
+
+
+def _adjusted(stages: _Stages, rows: Any, parameters: Any, arrays: Iterator[Any]) -> Any:
+    """The logits after bias, penalties, what is taken from some, and the mask."""
+    if stages.biased:
+        rows = _added(rows, next(arrays), next(arrays))
+    if stages.penalised:
+        ids, counts = next(arrays), next(arrays)
+        if stages.ahead:
+            ids, counts = _counted_on(ids, counts, leaving=next(arrays), drawn=next(arrays)[:, None])
+        repeat, presence, frequency = (parameters[:, i : i + 1] for i in (5, 6, 7))
+        values = mx.take_along_axis(rows, ids, axis=1)
+        lower = mx.where(values > 0, values / repeat, values * repeat) - presence - counts * frequency
+        # An id that stands there twice has the same count both times.
+        rows = mx.put_along_axis(rows, ids, mx.where(counts > 0, lower, values), axis=1)
+    if stages.reduced:
+        rows = _added(rows, next(arrays), next(arrays))
+    if stages.masked:
+        allowed = (next(arrays)[:, :, None] >> _numbers(8).astype(mx.uint8)) & 1
+        rows = mx.where(allowed.reshape(rows.shape[0], -1)[:, : rows.shape[1]] > 0, rows, -mx.inf)
+    return rows
+
+
+def _added(rows: Any, ids: Any, amounts: Any) -> Any:
+    return rows.at[_numbers(rows.shape[0])[:, None], ids].add(amounts)
+
+
+def _counted_on(ids: Any, counts: Any, leaving: Any, drawn: Any) -> tuple[Any, Any]:
+    """`ids` and their counts, after `drawn` has come and `leaving` (-1: none) has left the window."""
+    same = ids == drawn
+    new = mx.where(same, counts, 0.0).max(axis=1, keepdims=True) + 1.0 - (drawn == leaving)
+    return mx.concatenate([ids, drawn], axis=1), mx.concatenate([counts + same - (ids == leaving), new], axis=1)
+
+
+def _drawn(stages: _Stages, rows: Any, parameters: Any) -> tuple[Any, Any]:
+    """A token of each row, UNSURE where the best logit is no finite number or top_p ends behind the ranked tokens; and one that can
+    be read wherever it is unsure."""
+    temperature, top_k, top_p, min_p, uniform = (parameters[:, i : i + 1] for i in range(5))
+    ranks = (top_k < rows.shape[-1]) | (top_p < 1.0)
+    token: Any = None
+    unsure: Any = False
+    best: Any = None
+    if stages.head:
+        token, unsure, best = _of_ranked(stages, rows, temperature, top_k, top_p, min_p, uniform)
+    best = rows.max(axis=-1, keepdims=True) if best is None else best
+    if stages.free:
+        free = _of_all(rows, best, temperature, min_p, uniform)
+        token = free if token is None else mx.where(ranks, token, free)
+    token = token.astype(mx.int32)
+    unsure = mx.logical_not(mx.abs(best) < mx.inf) | unsure
+    return mx.where(unsure, UNSURE, token)[:, 0], token[:, 0]
+
+
+def _of_ranked(
+    stages: _Stages, rows: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, uniform: Any
+) -> tuple[Any, Any, Any]:
+    """The token where a running sum of the ranked ones passes `uniform`, whether top_p ends behind them, and the best logit."""
+    n_vocab = int(rows.shape[-1])
+    ids, values, best = _ranked(rows, stages.head)
+    rank = _numbers(stages.head)[None]
+    weights = mx.where(rank < top_k, mx.exp(values - best), 0.0)
+    reached = mx.cumsum(weights, axis=-1)
+    total = reached[:, -1:]
+    unsure: Any = False
+    if stages.total:
+        whole = mx.exp(rows - best).sum(axis=-1, keepdims=True)
+        total = mx.where(top_k < n_vocab, total, whole)
+        if stages.head < n_vocab:
+            unsure = (top_k >= n_vocab) & (top_p < 1.0) & (reached[:, -1:] < top_p * total)
+    keep = ((top_p >= 1.0) | (reached - weights < top_p * total)) & (weights >= min_p) & (values > -mx.inf)
+    keep = (keep & (rank < top_k)) | (rank < 1)
+    hot = mx.cumsum(mx.where(keep, mx.exp((values - best) / temperature), 0.0), axis=-1)
+    return mx.take_along_axis(ids, _at(hot, uniform * hot[:, -1:]), axis=-1), unsure, best
+
+
+def _of_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) -> Any:
+    """The token where a running sum of all by their ids, as far as min_p leaves them, passes `uniform`: first of blocks, then
+    within one."""
+    weights = mx.where(mx.exp(rows - best) >= min_p, mx.exp((rows - best) / temperature), 0.0)
+    blocks = _blocks(weights, _BLOCK, 0.0)
+    sums = blocks.sum(axis=-1)
+    reached = mx.cumsum(sums, axis=-1)
+    goal = uniform * reached[:, -1:]
+    block = _at(reached, goal)
+    inner = mx.cumsum(mx.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0], axis=-1)
+    within = _at(inner, goal - mx.take_along_axis(reached - sums, block, axis=-1))
+    return mx.minimum(block * _BLOCK + within, rows.shape[-1] - 1)
+
+
+def _at(reached: Any, goal: Any) -> Any:
+    """The first place at which a running sum passes `goal`, and none behind that where it ends."""
+    return ((reached <= goal) & (reached < reached[:, -1:])).astype(mx.uint32).sum(axis=-1, keepdims=True)
+
+
+def _blocks(rows: Any, size: int, filling: float) -> Any:
+    """[rows, blocks, size]"""
+    n_rows, width = rows.shape
+    if width % size:
+        rows = mx.pad(rows, [(0, 0), (0, -width % size)], constant_values=filling)
+    return rows.reshape(n_rows, -1, size)
+
+
+def _ranked(rows: Any, n: int) -> tuple[Any, Any, Any]:
+    """Ids and values of the `n` greatest of each row, greatest first and the lower id first among equals; and the greatest
+    alone, no number where the row holds one.
+
+    They all lie in the `n` blocks with the greatest peaks, of equal peaks those of the lowest ids: for any other block there
+    are `n` tokens before its best one. So rows are narrowed until they can be put in order at once."""
+    best, ids = None, None
+    while int(rows.shape[-1]) > max(_SORTED_AT_ONCE, 2 * n):
+        blocks = _blocks(rows, _power(-(-int(rows.shape[-1]) // _SORTED_AT_ONCE), 2), -mx.inf)
+        size = int(blocks.shape[-1])
+        peaks = blocks.max(axis=-1)
+        best = peaks.max(axis=-1, keepdims=True) if best is None else best
+        chosen = mx.sort(mx.argsort(-peaks, axis=-1)[:, :n], axis=-1)[:, :, None]
+        rows = mx.take_along_axis(blocks, chosen, axis=1).reshape(rows.shape[0], -1)
+        within = chosen * size + _numbers(size)
+        within = within.reshape(rows.shape)
+        ids = within if ids is None else mx.take_along_axis(ids, within, axis=-1)
+    best = rows.max(axis=-1, keepdims=True) if best is None else best
+    order = mx.argsort(-rows, axis=-1)[:, :n]
+    values = mx.take_along_axis(rows, order, axis=-1)
+    return (order if ids is None else mx.take_along_axis(ids, order, axis=-1)), values, best

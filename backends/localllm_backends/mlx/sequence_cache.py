@@ -112,6 +112,8 @@ class SequenceCache:
     undo: Undo | None = None
     batch: SequenceBatch | None = None
     predicted: int | None = None
+    # The engine took the best token of its last step.
+    follows_best: bool = False
     broken: bool = False
     # Names the buffers, so that lines which still share them are counted once.
     buffers: object = field(default_factory=object)

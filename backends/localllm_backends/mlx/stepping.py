@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import Chunk, SampleSpec, StepError, StepResult
+from localllm_backends.contract import Chunk, StepError, StepResult
 from localllm_backends.mlx.sampling import UNSURE, DeviceSamples, sample
 from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of
 
@@ -36,21 +36,27 @@ class _Group:
 
 @dataclass
 class MlxStepResult(StepResult):
-    """See StepResult. Logits stay in MLX's memory until somebody asks for them as numbers."""
+    """See StepResult. Logits stay in MLX's memory until somebody asks for them as numbers: on a stream of their own, since the next
+    step may be under way."""
 
     n_vocab: int
+    lines: list[SequenceCache]
+    stream: Any
     pieces: list[tuple[_Group, int, int] | None] = field(default_factory=list)
     samples: list[tuple[DeviceSamples, int] | None] = field(default_factory=list)
-    asked_best: bool = False
-    asked_logits: bool = False
+
+    def __post_init__(self) -> None:
+        self.pieces = [None] * len(self.lines)
+        self.samples = [None] * len(self.lines)
+        for line in self.lines:
+            line.follows_best = False
 
     def argmax(self, chunk: int) -> list[int]:
-        self.asked_best = True
+        self.lines[chunk].follows_best = True
         piece = self.pieces[chunk]
         return [] if piece is None else piece[0].best_tokens()[piece[1] : piece[2]]
 
     def sampled(self, chunk: int) -> int | None:
-        self.asked_best = True
         piece = self.samples[chunk]
         token = UNSURE if piece is None else piece[0].on_host()[piece[1]]
         return None if token == UNSURE else token
@@ -62,14 +68,21 @@ class MlxStepResult(StepResult):
         piece = self.pieces[chunk]
         return None if piece is None else piece[0].best_tokens()[piece[2] - 1]
 
+    def chosen(self) -> list[Any]:
+        """The arrays that say what follows the chunks."""
+        found = [
+            s[0].tokens if s is not None else p[0].best for s, p in zip(self.samples, self.pieces, strict=True) if p
+        ]
+        return list({id(a): a for a in found}.values())
+
     def logits(self, chunk: int) -> NDArray[np.float32]:
-        self.asked_logits = True
         piece = self.pieces[chunk]
         if piece is None:
             return np.empty((0, self.n_vocab), dtype=np.float32)
         group, start, stop = piece
         try:
-            rows: NDArray[np.float32] = np.array(group.logits[start:stop].astype(mx.float32), copy=False)
+            with mx.stream(self.stream):
+                rows: NDArray[np.float32] = np.array(group.logits[start:stop].astype(mx.float32), copy=False)
         except Exception as e:
             raise StepError(f"MLX could not give out the logits of this step: {e}") from e
         rows.flags.writeable = False
@@ -99,6 +112,7 @@ class Stepper:
         self._layout, self._lines = layout, lines
         self._n_vocab, self._n_ctx, self._n_rewind = n_vocab, n_ctx, n_rewind
         self._looks_ahead = looks_ahead
+        self._stream = mx.new_stream(mx.default_device())
         self.batch = SequenceBatch(layout)
         self.ahead: _Ahead | None = None
         self.last: MlxStepResult | None = None
@@ -108,34 +122,41 @@ class Stepper:
 
     def run(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         """Append every chunk to its line; on any exception no line is longer, but what they hold can't be trusted."""
-        expected = [line.predicted for line in lines]
-        result = MlxStepResult(self._n_vocab, [None] * len(chunks), [None] * len(chunks))
-        waiting: list[Any] = []
-        taken = self._take_ahead(chunks, lines, result, waiting)
+        # Whose next token is known here, sampled or by the engine's habit of taking the best one, can go on unasked.
+        followed = [line.follows_best and c.tokens[0] == line.predicted for c, line in zip(chunks, lines, strict=True)]
+        result = MlxStepResult(self._n_vocab, lines, self._stream)
+        fresh: list[Any] = []
+        taken = self._take_ahead(chunks, lines, result)
         rest = [i for i in range(len(chunks)) if i not in taken]
         together = [i for i in rest if self._batchable(chunks[i], lines[i])] if not taken else []
         if len(together) > 1:
-            self._call_batch(together, chunks, lines, result, waiting)
+            self._call_batch(together, chunks, lines, result, fresh)
             rest = [i for i in rest if i not in together]
         for i in rest:
-            self._call_line(i, chunks[i], lines[i], result, waiting)
-        self._sample(chunks, result, waiting)
-        mx.async_eval(waiting)
+            self._call_line(i, chunks[i], lines[i], result, fresh)
+        late = self._sample(chunks, result, taken, fresh)
+        if fresh:
+            # Apart from what is begun unasked, so that nobody waits for that. First what decides on the stream of the whole.
+            mx.async_eval(*fresh, *late)
+            late = []
         for chunk, line in zip(chunks, lines, strict=True):
             line.length += len(chunk.tokens)
         try:
-            decoding = [i for i, c in enumerate(chunks) if len(c.tokens) == 1 and c.outputs]
-            guessed = self._looks_ahead and bool(decoding) and all(chunks[i].tokens[0] == expected[i] for i in decoding)
-            if guessed and self.last is not None and self.last.asked_best and not self.last.asked_logits:
-                self._look_ahead(decoding, chunks, lines, result)
-            mx.eval(waiting)
+            known = [s is not None or (f and len(c.tokens) == 1 and c.sample is None)
+                     for s, f, c in zip(result.samples, followed, chunks, strict=True)]  # fmt: skip
+            going_on = [i for i, c in enumerate(chunks) if c.outputs and (len(c.tokens) == 1 or known[i])]
+            begun = []
+            if self._looks_ahead and going_on and all(known[i] for i in going_on):
+                begun = self._look_ahead(going_on, chunks, lines, result)
+            if begun or late:
+                mx.async_eval(*begun, *late)
+            mx.eval(result.chosen(), fresh)
         except Exception:
             for chunk, line in zip(chunks, lines, strict=True):
                 line.length -= len(chunk.tokens)
             raise
         for i, line in enumerate(lines):
             line.predicted = result.next_token(i)
-        result.asked_best = False
         self.last = result
         return result
 
@@ -152,7 +173,7 @@ class Stepper:
         chunks: Seq[Chunk],
         lines: list[SequenceCache],
         result: MlxStepResult,
-        waiting: list[Any],
+        fresh: list[Any],
     ) -> None:
         batch = self.batch
         batch.become([lines[i] for i in which])
@@ -171,11 +192,12 @@ class Stepper:
         for i in which:
             row = batch.row_of(lines[i])
             result.pieces[i] = (group, row * longest, row * longest + len(chunks[i].tokens))
-        waiting.append(group.best)
+        if any(chunks[i].sample is None for i in which):
+            fresh.append(group.best)
         if self._layout.recurrent:
-            waiting.extend(arrays_of(batch.leaves))
+            fresh.extend(arrays_of(batch.leaves))
 
-    def _call_line(self, i: int, chunk: Chunk, line: SequenceCache, result: MlxStepResult, waiting: list[Any]) -> None:
+    def _call_line(self, i: int, chunk: Chunk, line: SequenceCache, result: MlxStepResult, fresh: list[Any]) -> None:
         line.alone()
         tokens = [*line.replay, *chunk.tokens]
         if self._n_rewind:
@@ -192,80 +214,88 @@ class Stepper:
             rows = logits[0, -outputs:]
             group = _Group(rows, mx.argmax(rows, axis=-1))
             result.pieces[i] = (group, 0, outputs)
-            waiting.append(group.best)
+            if chunk.sample is None:
+                fresh.append(group.best)
         if not outputs or self._layout.recurrent:
-            waiting.extend(arrays_of(line.leaves))
+            fresh.extend(arrays_of(line.leaves))
 
-    def _sample(self, chunks: Seq[Chunk], result: MlxStepResult, waiting: list[Any]) -> None:
-        """Begin sampling what the chunks ask for and is not under way: all rows of one group together."""
+    def _sample(self, chunks: Seq[Chunk], result: MlxStepResult, taken: set[int], fresh: list[Any]) -> list[Any]:
+        """Begin sampling what the chunks ask for and is not under way: all rows of one group together. What comes from logits of
+        this step goes with them into `fresh`. The rest is returned: it is sampled on a stream of its own, which is done before the
+        next step is, though that is begun in the same call."""
         groups: dict[int, list[int]] = {}
         for i, (chunk, piece) in enumerate(zip(chunks, result.pieces, strict=True)):
             if chunk.sample is not None and piece is not None and result.samples[i] is None:
                 groups.setdefault(id(piece[0]), []).append(i)
+        late: list[Any] = []
         for which in groups.values():
             pieces = [p for i in which if (p := result.pieces[i]) is not None]
-            rows = _gathered([(p[0].logits, p[2] - 1) for p in pieces])
-            sampled = sample(rows, [d for i in which if (d := chunks[i].sample) is not None])
+            asked = [d for i in which if (d := chunks[i].sample) is not None]
+            begun = which[0] in taken
+            with mx.stream(self._stream if begun else mx.default_stream(mx.default_device())):
+                rows = _gathered([(p[0].logits, p[2] - 1) for p in pieces])
+                sampled = sample(rows, asked, stream=self._stream if begun else None)
             for at, i in enumerate(which):
                 result.samples[i] = (sampled, at)
-            waiting.append(sampled.tokens)
+            (late if begun else fresh).append(sampled.tokens)
+        return late
 
     # --- one step ahead ------------------------------------------------------------------------------------------
 
     def _look_ahead(
-        self, decoding: list[int], chunks: Seq[Chunk], all_lines: list[SequenceCache], result: MlxStepResult
-    ) -> None:
-        """Start the next decode step with the best tokens of this one, or those sampled from it, before anybody has seen them:
-        building its graph then costs no time. If something else is asked for, positions are set back and it is forgotten. A
-        batch that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
-        lines = [all_lines[i] for i in decoding]
+        self, going_on: list[int], chunks: Seq[Chunk], all_lines: list[SequenceCache], result: MlxStepResult
+    ) -> list[Any]:
+        """Build the next decode step with the best tokens of this one, or those sampled from it, before anybody has seen them:
+        that then costs no time. Returns what is to be computed. If something else is asked for, positions are set back and it is
+        forgotten. A batch that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
+        lines = [all_lines[i] for i in going_on]
         if self.free() < len(lines) or any(line.replay for line in lines):
-            return
+            return []
         if len(lines) > 1 and not self.batch.is_of(lines):
-            return
-        tokens: dict[int, tuple[Any, int]] = {}
-        behind: dict[int, SampleSpec] = {}
-        for i, line in zip(decoding, lines, strict=True):
-            piece, sampled, asked = result.pieces[i], result.samples[i], chunks[i].sample
-            if piece is not None:
-                tokens[id(line)] = (piece[0].best, piece[1])
-            if sampled is not None:
-                tokens[id(line)] = (sampled[0].readable, sampled[1])
-            if asked is not None and (following := asked.next()) is not None:
-                behind[id(line)] = following
-        state: list[list[Any]] = []
-        batch: SequenceBatch | None = None
-        if len(lines) == 1:
+            return []
+        chunk_of = {id(line): i for i, line in zip(going_on, lines, strict=True)}
+        batch = self.batch if len(lines) > 1 else None
+        lines = list(batch.lines) if batch is not None else lines
+        order = [chunk_of[id(line)] for line in lines]
+        given = _gathered([self._chosen(result, i) for i in order])
+        if batch is None:
             (line,) = lines
             line.alone()
-            array, row = tokens[id(line)]
             state = line.snapshot()
-            logits = self.model(array[row : row + 1][None], cache=line.caches)[:, -1]
+            logits = self.model(given[:, None], cache=line.caches)[:, -1]
             held = line.leaves
         else:
-            batch = self.batch
             state = batch.snapshot()
             batch.make_room(1)
-            given = _gathered([tokens[id(line)] for line in batch.lines])
             logits = self.model(given[:, None], cache=batch.caches)[:, -1]
             batch.moved([1] * len(lines))
-            lines = list(batch.lines)
             held = batch.leaves
         group = _Group(logits, mx.argmax(logits, axis=-1))
-        sampling = [row for row, line in enumerate(lines) if id(line) in behind]
+        asked = [chunks[i].sample for i in order]
+        # A row whose sampling depends on this token is only computed; the next step brings how it is sampled.
+        behind = [
+            (row, following) for row, d in enumerate(asked) if d is not None and (following := d.next()) is not None
+        ]
         begun: dict[int, tuple[DeviceSamples, int]] = {}
-        if sampling:
-            rows = _gathered([(logits, row) for row in sampling])
-            ahead = sample(rows, [behind[id(lines[row])] for row in sampling])
-            begun = {id(lines[row]): (ahead, at) for at, row in enumerate(sampling)}
+        what = [group.best] if None in asked else [] if len(behind) == len(asked) else [logits]
+        if behind:
+            rows = _gathered([(logits, row) for row, _ in behind])
+            ahead = sample(rows, [d for _, d in behind], drawn=_gathered([(given, row) for row, _ in behind]))
+            begun = {id(lines[row]): (ahead, at) for at, (row, _) in enumerate(behind)}
+            what.append(ahead.tokens)
         self.ahead = _Ahead(lines, group, batch, state if self._layout.recurrent else [], begun)
-        what = [group.best] if len(sampling) < len(lines) else []
-        what += [ahead.tokens] if sampling else []
-        mx.async_eval(*what, *(arrays_of(held) if self._layout.recurrent else ()))
+        return [*what, *(arrays_of(held) if self._layout.recurrent else ())]
 
-    def _take_ahead(
-        self, chunks: Seq[Chunk], lines: list[SequenceCache], result: MlxStepResult, waiting: list[Any]
-    ) -> set[int]:
+    @staticmethod
+    def _chosen(result: MlxStepResult, i: int) -> tuple[Any, int]:
+        """The array, and the place in it, of the token that follows chunk `i`."""
+        sampled, piece = result.samples[i], result.pieces[i]
+        if sampled is not None:
+            return sampled[0].readable, sampled[1]
+        assert piece is not None
+        return piece[0].best, piece[2] - 1
+
+    def _take_ahead(self, chunks: Seq[Chunk], lines: list[SequenceCache], result: MlxStepResult) -> set[int]:
         """The chunks whose outputs are already under way; whatever else was started is set back."""
         ahead = self.ahead
         if ahead is None:
@@ -284,15 +314,12 @@ class Stepper:
             row = rows[id(lines[i])]
             result.pieces[i] = (ahead.group, row, row + 1)
             begun, wanted = ahead.samples.get(id(lines[i])), chunks[i].sample
-            if begun is not None and wanted is not None and wanted.same(begun[0].asked[begun[1]]):
+            if begun is not None and wanted == begun[0].asked[begun[1]]:
                 result.samples[i] = begun
-                waiting.append(begun[0].tokens)
             if self._n_rewind:
                 lines[i].undo = Undo(
                     lines[i].length, list(chunks[i].tokens), [[a[row : row + 1] for a in s] for s in ahead.state]
                 )
-        if any(result.samples[i] is None for i in asked):
-            waiting.append(ahead.group.best)
         taken = {id(lines[i]) for i in asked}
         for line in ahead.lines:
             if id(line) not in taken and line.id in self._lines:
@@ -348,7 +375,7 @@ class Stepper:
 
 def _gathered(parts: list[tuple[Any, int]]) -> Any:
     """One array of the (array, row) given; the array itself where that is what they are."""
-    array = parts[0][0]
-    if all(a is array for a, _ in parts) and [row for _, row in parts] == list(range(int(array.shape[0]))):
-        return array
-    return mx.stack([a[row] for a, row in parts])
+    array, rows = parts[0][0], [row for _, row in parts]
+    if any(a is not array for a, _ in parts):
+        return mx.stack([a[row] for a, row in parts])
+    return array if rows == list(range(int(array.shape[0]))) else array[mx.array(rows)]

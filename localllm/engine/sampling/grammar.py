@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm.engine.sampling.row import Row
 from localllm.errors import UnsupportedError
@@ -167,10 +168,13 @@ class Constraint:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
+    def allowed(self) -> NDArray[np.uint8]:
+        """A bit for each token that the grammar allows next, the lowest first."""
+        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+
     def apply(self, logits: Row) -> None:
         """Set what the grammar forbids next to -inf."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        most = _MOST.take(bits, axis=0).reshape(-1)[: len(logits)]
+        most = _MOST.take(self.allowed(), axis=0).reshape(-1)[: len(logits)]
         np.minimum(logits[: len(most)], most, out=logits[: len(most)])
         logits[len(most) :] = -np.inf
 

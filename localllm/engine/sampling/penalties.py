@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.row import Row
+from localllm_backends.contract import SeenTokens
 
 # So many tokens are counted quicker together than one by one.
 _AT_ONCE = 64
@@ -32,14 +33,7 @@ class Tallies:
         self.of = np.zeros(0, dtype=np.int32)
 
     def follow(self, line: Seq[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Ids and their counts in the window at the end of `line`, which goes on from that of the last call."""
-        ids = self.read(line)
-        return ids, self.of[ids]
-
-    def read(self, line: Seq[int], n_vocab: int = 0) -> NDArray[np.int64]:
-        """The ids alone, in no order; `of` has their counts by token, for `n_vocab` of them."""
-        if len(self.of) < n_vocab:
-            self._widen(n_vocab)
+        """Ids, in no order, and their counts in the window at the end of `line`, which goes on from that of the last call."""
         first = self._first(len(line))
         for token in line[self._first(self._seen) : min(first, self._seen)]:
             if token >= 0:
@@ -58,7 +52,8 @@ class Tallies:
                 self._ids, self.of[found] = found, counts
             self._at = {token: at for at, token in enumerate(found.tolist())}
         self._seen = len(line)
-        return self._ids[: len(self._at)]
+        ids = self._ids[: len(self._at)].copy()
+        return ids, self.of[ids]
 
     def _first(self, length: int) -> int:
         return 0 if self._window < 0 else max(0, length - self._window)
@@ -106,35 +101,53 @@ def penalised(values: Row, counts: NDArray[np.int32], sampling: Sampling) -> Row
     if sampling.presence_penalty:
         values = values - sampling.presence_penalty
     if sampling.frequency_penalty:
-        values = values - (counts * sampling.frequency_penalty).astype(np.float32)
+        values = values - counts.astype(np.float32) * np.float32(sampling.frequency_penalty)
     return values
 
 
 class Penalties:
-    """One request's bias, penalties and DRY, along one growing line of tokens. `text` spells a token (None: no DRY)."""
+    """One request's bias, penalties and DRY, along one growing line of tokens. `text` spells a token (None: no DRY). `bias`: ids,
+    and what is added to each (None: nothing)."""
 
     def __init__(self, sampling: Sampling, text: TokenBytes | None) -> None:
         self._sampling = sampling
         self._tallies, self._recent = Tallies(sampling.repeat_last_n), Recent()
-        self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
+        ids = np.array(list(sampling.logit_bias), dtype=np.int64)
         bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
-        self._bias = np.where(bias > -100, bias, np.float32(-np.inf))
+        self.bias = (ids, np.where(bias > -100, bias, np.float32(-np.inf))) if len(ids) else None
         self._dry = text if sampling.dry_multiplier else None
-        self.active = counted(sampling) or bool(sampling.logit_bias) or self._dry is not None
+        self.active = counted(sampling) or self.bias is not None or self._dry is not None
+
+    def seen(self, history: Seq[int]) -> SeenTokens | None:
+        """What the penalties count behind `history`; None where they count nothing."""
+        s = self._sampling
+        if not counted(s) or not s.repeat_last_n:
+            return None
+        ids, counts = self._tallies.follow(history)
+        leaving = history[-s.repeat_last_n] if 0 < s.repeat_last_n <= len(history) else -1
+        return SeenTokens(ids, counts, leaving, s.repeat_penalty, s.presence_penalty, s.frequency_penalty)
+
+    def repetitions(self, history: Seq[int]) -> tuple[NDArray[np.int64], Row] | None:
+        """The tokens that would go on with a repetition, and what is added to each; None where that costs nothing."""
+        if self._dry is None:
+            return None
+        found = dry_repetitions(self._sampling, history, self._dry, self._recent)
+        amounts = [-dry_penalty(self._sampling, length) for length in found.values()]
+        return np.array(list(found), dtype=np.int64), np.array(amounts, dtype=np.float32)
 
     def apply(self, row: Row, history: Seq[int]) -> None:
         """Change `row` in place, for the token behind `history`."""
-        s = self._sampling
-        if len(self._biased):
-            known = (self._biased >= 0) & (self._biased < len(row))
-            row[self._biased[known]] += self._bias[known]
-        if counted(s):
+        _add(row, self.bias)
+        if counted(self._sampling):
             ids, counts = self._tallies.follow(history)
-            row[ids] = penalised(row[ids], counts, s)
-        if self._dry is not None:
-            for token, length in dry_repetitions(s, history, self._dry, self._recent).items():
-                if token < len(row):
-                    row[token] -= np.float32(dry_penalty(s, length))
+            row[ids] = penalised(row[ids], counts, self._sampling)
+        _add(row, self.repetitions(history))
+
+
+def _add(row: Row, given: tuple[NDArray[np.int64], Row] | None) -> None:
+    if given is not None:
+        known = (given[0] >= 0) & (given[0] < len(row))
+        row[given[0][known]] += given[1][known]
 
 
 TokenBytes = Callable[[int], bytes]

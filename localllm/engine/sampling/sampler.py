@@ -54,35 +54,40 @@ class Sampler:
         self._uniforms: list[float] = []
         self._penalties = Penalties(sampling, self._rules.text)
 
-    @property
-    def greedy(self) -> bool:
-        """True when the best logit is always the choice and nothing but `rules` changes the logits."""
-        s = self.sampling
-        return s.temperature <= 0 and not self._penalties.active and self.constraint is None
-
-    def takes_argmax(self, length: int, ahead: int) -> bool:
+    def takes_argmax(self, length: int, ahead: int = 0) -> bool:
         """True when the best logits as they are will be the choices behind `length` tokens, and behind up to `ahead`
         more, wherever they are allowed (`allows`): the rows themselves need not be looked at."""
-        rules = self._rules
-        forces = rules.thought is not None and rules.thought.may_force(length, ahead)
-        return self.greedy and not forces
+        plain = self.sampling.temperature <= 0 and not self._penalties.active and self.constraint is None
+        return plain and not (self._rules.thought is not None and self._rules.thought.may_force(length, ahead))
 
     def allows(self, tokens: Seq[int], length: int) -> bool:
         """True when each of `tokens` may come in its place, the first of them behind `length` tokens."""
         return not any(token in self._rules.banned(at) for at, token in enumerate(tokens, length))
 
-    def sample_spec(self, length: int) -> SampleSpec | None:
-        """How a backend may sample the token behind `length` tokens, and begin with the next; None where that takes a look here
-        (a grammar, penalties and the like)."""
-        s, rules = self.sampling, self._rules
-        plain = not (self._penalties.active or s.typical_p < 1.0 or excludes(s))
-        forces = rules.thought is not None and rules.thought.may_force(length)
-        if s.temperature <= 0 or not plain or self.constraint is not None or forces or s.top_k > MAX_SAMPLED_TOP_K:
+    def sample_spec(self, history: Seq[int]) -> SampleSpec | None:
+        """How a backend may sample the token behind `history`, and begin with the next one where that does not depend on this
+        one by a grammar or a repetition; None where that takes a look here, or where the best logit is the choice anyway."""
+        s, rules, n = self.sampling, self._rules, len(history)
+        hot = s.temperature > 0
+        looks = (hot and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K)) or self.takes_argmax(n)
+        if looks or (rules.thought is not None and rules.thought.may_force(n)):
             return None
-        while len(self._uniforms) < 2:
+        while hot and len(self._uniforms) < 2:
             self._uniforms.append(float(self._random.random()))
-        uniform, following = self._uniforms[:2]
-        return SampleSpec(s.temperature, s.top_k, s.top_p, s.min_p, uniform, following, rules.banned(length))
+        uniform, following = self._uniforms[:2] if hot else (0.0, 0.0)
+        reduced = self._penalties.repetitions(history)
+        allowed = None if self.constraint is None else self.constraint.allowed()
+        return SampleSpec(
+            s.temperature, s.top_k, s.top_p, s.min_p, uniform, following if reduced is None and allowed is None else None,
+            rules.banned(n), self._penalties.seen(history), self._penalties.bias, reduced, allowed,
+        )  # fmt: skip
+
+    def sampled(self, token: int) -> None:
+        """A backend chose `token` as the last `sample_spec` says."""
+        if self.sampling.temperature > 0:
+            self.uniform()
+        if self.constraint is not None:
+            self.constraint.accept(token)
 
     def prepared(self, logits: Row, history: Seq[int]) -> Row:
         """Logits after bias, penalties and constraint, behind any `history`; the input is never written to."""
