@@ -244,9 +244,11 @@ BACKENDS = (*_RECIPES, "mlx")
 
 
 def _own(device: Device, backend: str) -> BuildRecipe:
-    broken = next((finding for finding in device.findings if finding.level == "error"), None)
-    if backend == "cpu" and broken is not None:
-        because = f"no build helps before that is mended: {broken.message}"
+    if backend != "cpu":
+        because = f"the installed llama.cpp is made for {KINDS[backend].label} already"
+        return BuildRecipe("own", backend, f"llama.cpp for {KINDS[backend].label}, as it is installed", because)
+    wrong = next((finding for finding in device.findings if finding.level != "info"), None)
+    if wrong is not None:
+        because = f"no build helps before that is mended: {wrong.message}"
         return BuildRecipe("own", backend, "the processor's build goes on", because)
-    because = f"the installed llama.cpp is made for {KINDS[backend].label} already"
-    return BuildRecipe("own", backend, "nothing to build", because)
+    return BuildRecipe("own", backend, "nothing to build", "the installed llama.cpp is made for the processor already")

@@ -10,21 +10,21 @@ from localllm.device.types import Readings
 FOLDER = Path(__file__).parent / "recorded"
 
 
-def names() -> list[str]:
-    """Every recorded machine."""
-    return sorted(path.stem for path in FOLDER.glob("*.txt"))
+def names(folder: Path = FOLDER) -> list[str]:
+    """Every recorded machine of a folder."""
+    return sorted(path.stem for path in folder.glob("*.txt"))
 
 
-def header(name: str) -> dict[str, str]:
+def header(name: str, folder: Path = FOLDER) -> dict[str, str]:
     """The "# key: value" lines: machine, source, system, note."""
-    text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+    text = (folder / f"{name}.txt").read_text(encoding="utf-8")
     return dict(re.findall(r"(?m)^# (\w+): (.*)$", text.split("\n===", 1)[0]))
 
 
-def load(name: str) -> Readings:
+def load(name: str, folder: Path = FOLDER) -> Readings:
     """One machine's readings. "(supplied)" marks a section its source does not contain."""
-    text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
-    system, _, architecture = header(name)["system"].partition(" ")
+    text = (folder / f"{name}.txt").read_text(encoding="utf-8")
+    system, _, architecture = header(name, folder)["system"].partition(" ")
     files: dict[str, str] = {}
     outputs: dict[str, str] = {}
     for kind, key, body in re.findall(r"(?ms)^=== (file|output) (.*?)(?: \(supplied\))?\n(.*?)(?=^=== |\Z)", text):

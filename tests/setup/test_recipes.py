@@ -16,7 +16,7 @@ from localllm.cli.compose import engine_builds
 from localllm.device import ggml, in_use
 from localllm.device.machines import identify
 from localllm.device.named import resolve
-from localllm.device.types import Figure
+from localllm.device.types import Figure, Readings
 from localllm.setup import recipes, steps
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, Version, assumed
@@ -24,14 +24,22 @@ from localllm.setup.host import BuildHost, Version, assumed
 GOLDEN = Path(__file__).parent / "dry_runs.txt"
 
 
-def host_of(name: str) -> BuildHost:
-    readings = recordings.load(name)
+# Machines that matter to what is built, beside those of tests/device.
+MORE = Path(__file__).parent / "recorded" / "machines"
+MACHINES = [
+    *((recordings.FOLDER, name) for name in recordings.names()),
+    *((MORE, name) for name in recordings.names(MORE)),
+]
+
+
+def host_of(readings: Readings) -> BuildHost:
     return replace(assumed(identify(readings), readings.architecture), version="0.3.36", n_cores=8)
 
 
-def dry_run(name: str) -> str:
-    machine = identify(recordings.load(name))
-    lines = command.lines(machine, command.recipes_of(machine, host_of(name)))
+def dry_run(folder: Path, name: str) -> str:
+    readings = recordings.load(name, folder)
+    machine = identify(readings)
+    lines = command.lines(machine, command.recipes_of(machine, host_of(readings)))
     return "\n".join([f"== {name}", *lines, ""])
 
 
@@ -39,7 +47,7 @@ def test_every_recorded_machine_gets_its_recipe(monkeypatch: pytest.MonkeyPatch)
     """`LOCALLLM_WRITE_GOLDEN=1` writes the file anew: read the difference before it is committed."""
     # What the planner predicts moves with every fit of it.
     monkeypatch.setattr(engine_builds, "preferred", lambda _: steps.Preferred("vulkan", "it is as fast as ROCm"))
-    written = "\n".join(map(dry_run, recordings.names()))
+    written = "\n".join(dry_run(folder, name) for folder, name in MACHINES)
     if os.environ.get("LOCALLLM_WRITE_GOLDEN"):
         GOLDEN.write_text(written, encoding="utf-8")
     assert written == GOLDEN.read_text(encoding="utf-8")
