@@ -97,7 +97,7 @@ class Engine:
         drafting = DraftContext(self.backend, self.draft_backend, self.settings.draft, self.clock)
         others = of_this_process()
         self.speculator = Speculator(drafting, others)
-        self._sizer = ChunkSizer(self.backend.info.n_batch)
+        self._sizer = ChunkSizer(self.backend.info.n_batch, on_device=self.backend.capabilities.kv_on_device)
         kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self.clock()

@@ -27,7 +27,7 @@ LONE_STEP_S = 0.35
 # threads' waits for each other (on two busy cores 740 sleeps with SmolLM2 and 540 with gemma-3-270m, however many tokens
 # are in it): 3,000 tokens took 5 to 10 % longer in steps of 128 than of 512, which is what llama.cpp's own server takes.
 ALONE_STEP_S = 4.0
-_LONE_CHUNK = 128
+_LONE_CHUNK, _DEVICE_CHUNK = 128, 512
 # llama.cpp's attention on a CPU computes tiles of so many tokens, full or not.
 _TILE = 64
 # A dearer token is believed sooner than a cheaper one: what a token costs grows with the depth it is read at (5 % per chunk,
@@ -151,8 +151,8 @@ def _rank(work: int, waited_s: float, had: int | None) -> tuple[bool, int, float
 class ChunkSizer:
     """Learns what a decode step and a prefill token cost here, and says how large a chunk beside decoding may be."""
 
-    def __init__(self, n_batch: int) -> None:
-        self._n_batch = n_batch
+    def __init__(self, n_batch: int, *, on_device: bool = False) -> None:
+        self._n_batch, self._on_device = n_batch, on_device
         # (sequences, seconds) of the last plain decode steps
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
         self._decode_s: float | None = None
@@ -173,11 +173,10 @@ class ChunkSizer:
         return max(_SLICE_RATIO * self._decode_s - last_step_s, _LEAST_SLICE * self._decode_s)
 
     def lone(self, step_s: float) -> int:
-        """Prefill tokens allowed in a step that decodes nothing and may take `step_s`."""
-        if self._token_s is None:
-            return min(self._n_batch, _LONE_CHUNK)
-        tokens = int(step_s / max(self._token_s, 1e-9)) // _TILE * _TILE
-        return min(self._n_batch, max(_LONE_CHUNK, tokens))
+        """Prefill tokens allowed in a step that decodes nothing and may take `step_s`; on a device, which gains by large ones, longer."""
+        least, step_s = (_DEVICE_CHUNK, max(step_s, ALONE_STEP_S)) if self._on_device else (_LONE_CHUNK, step_s)
+        tokens = 0 if self._token_s is None else int(step_s / max(self._token_s, 1e-9)) // _TILE * _TILE
+        return min(self._n_batch, max(least, tokens))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float) -> None:
         """Learn from a finished step."""

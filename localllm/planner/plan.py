@@ -385,6 +385,9 @@ _PAYS = 1.05
 # Share of what an accelerator may hold that larger steps may take of it, and of the context that one step may fill.
 _SHARE_OF_MEMORY = 1 / 16
 _SHARE_OF_CONTEXT = 1 / 4
+# Where buffers grow as steps need them, what takes no more than this for a moment need not pay: each step costs a pause, which a
+# small model on a fast device feels.
+_NEXT_TO_NOTHING = 1 / 100
 
 
 def larger_micro_batches(
@@ -419,9 +422,13 @@ def with_larger_micro_batch(
 ) -> tuple[RunSettings, MemoryNeed]:
     """`settings` of a plan that fits with room to spare, and its `need`, with the largest micro-batch that pays and takes
     little; as they are where none does."""
-    for size in larger_micro_batches(device, model, variant, settings, prompt_tokens):
+    sizes = [(n, _SHARE_OF_MEMORY) for n in larger_micro_batches(device, model, variant, settings, prompt_tokens)]
+    if device.accelerator != "cpu" and backend_of(variant).buffers == "grown":
+        most = min(prompt_tokens, int(settings.n_ctx * _SHARE_OF_CONTEXT))
+        sizes += [(n, _NEXT_TO_NOTHING) for n in (2048, 1024) if settings.n_batch < n <= most]
+    for size, share in sizes:
         tried = replace(settings, n_batch=size)
         taken = memory.need(model, variant, tried, device)
-        if taken.total_bytes - need.total_bytes <= _SHARE_OF_MEMORY * need.limit_bytes:
+        if taken.total_bytes - need.total_bytes <= share * need.limit_bytes:
             return tried, taken
     return settings, need

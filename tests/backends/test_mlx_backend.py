@@ -53,6 +53,26 @@ def assert_same(a: np.ndarray, b: np.ndarray) -> None:
     assert np.abs(a - b).max() <= NOISE * max(1.0, float(np.abs(a).max()))
 
 
+@pytest.mark.parametrize("shape", ["llama", "sliding", "hybrid", "mla"])
+def test_a_chunk_at_great_depth_is_computed_in_pieces(
+    load: Callable[..., Any], shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no call holds more scores than there is memory for; whoever reads such a chunk sees nothing of it."""
+    backend, judge = load(shape, n_batch=512), load(shape, n_batch=512)
+    text = line(700)
+    expected = alone(judge, text)
+    monkeypatch.setattr("localllm_backends.mlx.stepping.SCORES_AT_ONCE", 128 * 600)
+    calls = Calls(backend)
+    sequence = backend.new_sequence()
+    backend.step([Chunk(sequence, text[:100], outputs=0)])
+    assert calls.n == 1
+    result = backend.step([Chunk(sequence, text[100:600])])
+    assert calls.n >= 5
+    before, result = calls.n, backend.step([Chunk(sequence, text[600:])])
+    assert calls.n > before + 1
+    assert_same(result.logits(0)[-1], expected)
+
+
 # --- one step ahead ----------------------------------------------------------------------------------------------
 
 

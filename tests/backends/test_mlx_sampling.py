@@ -417,5 +417,7 @@ def test_a_processor_leaves_sampling_to_the_engine(folder: Callable[[str], Path]
     import mlx.core as mx
 
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256))
-    assert backend.capabilities.samples is (mx.default_device() != mx.Device(mx.cpu))
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    assert backend.capabilities.samples is on_gpu
+    assert backend.capabilities.kv_on_device is on_gpu, "and lines stay where they are while others run"
     backend.close()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.scheduler import (
+    LONE_STEP_S,
     STALL_RATIO,
     ChunkSizer,
     Grant,
@@ -196,3 +197,14 @@ def test_priority_goes_first_and_nobody_is_passed_for_ever(asked: list[Asked], c
         for j in passed_by:
             assert came[j][1] > priority
             assert came[j][0] - at <= 30 * (came[j][1] - priority) + 1e-6
+
+
+def test_a_device_reads_prompts_in_steps_as_large_as_it_is_fast_when_nobody_decodes() -> None:
+    for tok_s, most in ((2000.0, 2048), (300.0, 1152), (50.0, 512)):
+        sizer = ChunkSizer(2048, on_device=True)
+        assert sizer.lone(LONE_STEP_S) == 512, "before its speed is known"
+        for _ in range(8):
+            sizer.observe(decoded=0, prefilled=512, seconds=512 / tok_s)
+        assert sizer.lone(LONE_STEP_S) == most
+        assert sizer.lone(LONE_STEP_S) % 64 == 0
+    assert ChunkSizer(2048).lone(LONE_STEP_S) == 128, "a processor's"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from localllm.cli.compose.load_spec import load_spec
@@ -42,6 +44,19 @@ def test_larger_steps_are_planned_to_the_byte_loaded_and_explained() -> None:
 @pytest.mark.parametrize("machine", ["RTX 3060 12GB", "M2 16GB"])
 def test_where_a_doubling_brings_little_it_is_not_taken(machine: str) -> None:
     assert planned(machine, "qwen3-8b").settings.n_batch == 512
+
+
+def test_where_buffers_grow_a_larger_step_that_takes_next_to_nothing_is_taken() -> None:
+    """MLX reserves nothing for it, and every step of a small model on a fast device is a pause."""
+    device = resolve("M3 Max 64GB")
+    mlx = [v for v in MODELS["qwen3-8b"].variants if v.format == "mlx"]
+    plan = plan_for(device, MODELS["qwen3-8b"], typical(mlx), Workload())
+    assert plan.settings.n_batch == 2048
+    small = memory.need(plan.model, plan.variant, replace(plan.settings, n_batch=512), device)
+    assert 0 < plan.memory.total_bytes - small.total_bytes <= 0.01 * device.memory.limit_bytes
+    device = resolve("M2 16GB")
+    plan = plan_for(device, MODELS["qwen3-8b"], typical(mlx), Workload())
+    assert plan.settings.n_batch < 2048, "it would take more there"
 
 
 def test_a_processor_keeps_its_steps() -> None:

@@ -34,6 +34,9 @@ from localllm_backends.mlx.vocabulary import MlxVocabulary
 
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
+# Widths of heads whose attention over many tokens MLX computes in one kernel (scaled_dot_product_attention.cpp); of any other it
+# holds every score.
+_FUSED_WIDTHS = {64, 80, 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +74,21 @@ class MlxBackend(Backend):
         self.stepper = Stepper(
             loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind,
             # What others are to compute is what was asked for, never what one of them expects.
-            looks_ahead=loaded.n_shares == 1,
+            looks_ahead=loaded.n_shares == 1, fused=shapes.widths <= _FUSED_WIDTHS,
         )  # fmt: skip
         self._bound = memory.BufferBound(_total_bytes())
+        on_gpu = mx.default_device() != mx.Device(mx.cpu)
         self.capabilities = Capabilities(
             rewind="any" if layout.plain else "none" if layout.recurrent and not self._n_rewind else "bounded",
-            rewind_tokens=n_batch if layout.plain or not layout.recurrent else self._n_rewind,
+            rewind_tokens=self._n_rewind if layout.recurrent else layout.slack,
             # The first token written after a fork copies the buffers, so a fork's cells are taken when it is made.
             shares_cells=False,
             segments=layout.plain,
             exact_batching=False,
             kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
-            # On a CPU putting a vocabulary in order takes far longer than our own look at the logits.
-            samples=mx.default_device() != mx.Device(mx.cpu) and loaded.n_shares == 1,
+            # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far away.
+            samples=on_gpu and loaded.n_shares == 1,
+            kv_on_device=on_gpu,
         )
         self.info = _model_info(loaded)
         self._identity = f"{self.info.fingerprint} {shapes.kv_type}"

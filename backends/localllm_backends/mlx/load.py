@@ -22,10 +22,12 @@ from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
 _OWN_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-# As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less.
+# As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less. On a GPU as many as mlx-lm's own.
 _CPU_BATCH = 128
-_GPU_BATCH = 512
+_GPU_BATCH = 2048
 _GROUP_SIZES = (64, 32)
+# Tokens that can be taken back from behind a sliding window: any draft, and little memory beside the window's own.
+_REWIND_TOKENS = 512
 _DEFAULT_CONTEXT = 8192
 _PARTS_OF_PROGRESS = 16
 
@@ -179,14 +181,14 @@ def shard(model: Any, config: dict[str, Any], group: Any) -> None:
 def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Any]:
     """The memory this model wants and the exact shapes it will have, without computing anything: MLX knows the shapes
     of arrays it has not computed. LoadError where the asked KV type can't be had."""
-    caches = caches_of(model)
-    plain = Layout(caches, KvFormat(), n_batch)
+    caches, slack = caches_of(model), min(n_batch, _REWIND_TOKENS)
+    plain = Layout(caches, KvFormat(), slack)
     shapes = Shapes.of(model, plain)
     own = own_type(shapes.kv_array) if shapes.kv_array is not None else "f32"
     group = group_size_for(shapes.widths) if plain.attention and not plain.windows else None
     shapes.kv_type = own
     if group is not None:
-        quantised = Layout(caches, KvFormat(8, group), n_batch)
+        quantised = Layout(caches, KvFormat(8, group), slack)
         # Some attention code reads keys and values as arrays: it fails while the graph is built, before any work.
         shapes.quantisable = Shapes.of_or_none(model, quantised) is not None
     asked = spec.kv_type_k
@@ -196,7 +198,7 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Any]:
                 f"this model's KV cache can't be stored as {asked} in MLX "
                 f"(sliding windows, latent attention and heads that 32 does not divide can't); it is kept as {own}"
             )
-        layout = Layout(caches, KvFormat(QUANTISED_BITS[asked], group), n_batch)
+        layout = Layout(caches, KvFormat(QUANTISED_BITS[asked], group), slack)
         shapes_quantised = Shapes.of(model, layout)
         shapes_quantised.kv_type, shapes_quantised.quantisable = asked, True
         shapes_quantised.own_type = own

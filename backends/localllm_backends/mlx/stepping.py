@@ -18,6 +18,11 @@ from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, Sequence
 # A chunk up to this long computes all its rows of logits; a longer one is cut, so that the vocabulary is multiplied
 # only where logits are wanted (mlx-lm computes a prompt's last token by itself for the same reason).
 WHOLE_TOKENS = 16
+# New tokens times all tokens that one call of the model attends with, mlx-lm's 2,048 at a depth of 65,536: beyond that a chunk is
+# computed in pieces. Where every score is held, a quarter of it: heads of 256 took 11 GB more in steps of 2,048 than of 512 at a
+# depth of 131,072, and were no faster (github.com/ml-explore/mlx-lm/pull/1781).
+SCORES_AT_ONCE = 2048 * 65_536
+_PIECE = 64
 
 
 @dataclass
@@ -106,12 +111,12 @@ class Stepper:
 
     def __init__(
         self, model: Any, layout: Layout, lines: Mapping[int, SequenceCache], *,
-        n_vocab: int, n_ctx: int, n_rewind: int, looks_ahead: bool = True,
+        n_vocab: int, n_ctx: int, n_rewind: int, looks_ahead: bool = True, fused: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self._layout, self._lines = layout, lines
         self._n_vocab, self._n_ctx, self._n_rewind = n_vocab, n_ctx, n_rewind
-        self._looks_ahead = looks_ahead
+        self._looks_ahead, self._fused = looks_ahead, fused
         self._stream = mx.new_stream(mx.default_device())
         self.batch = SequenceBatch(layout)
         self.ahead: _Ahead | None = None
@@ -207,8 +212,10 @@ class Stepper:
         line.buffers = object()
         ids = mx.array([tokens])
         if outputs and outputs < len(tokens) > WHOLE_TOKENS:
-            self.model(ids[:, :-outputs], cache=line.caches)
+            self.model(self._read(ids[:, :-outputs], line), cache=line.caches)
             ids = ids[:, -outputs:]
+        elif not outputs:
+            ids = self._read(ids, line)
         logits = self.model(ids, cache=line.caches)
         if outputs:
             rows = logits[0, -outputs:]
@@ -218,6 +225,16 @@ class Stepper:
                 fresh.append(group.best)
         if not outputs or self._layout.recurrent:
             fresh.extend(arrays_of(line.leaves))
+
+    def _read(self, ids: Any, line: SequenceCache) -> Any:
+        """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns the rest."""
+        scores = SCORES_AT_ONCE if self._fused else SCORES_AT_ONCE // 4
+        most = max(_PIECE, scores // (line.length + int(ids.shape[1])) // _PIECE * _PIECE)
+        while int(ids.shape[1]) > most:
+            self.model(ids[:, :most], cache=line.caches)
+            mx.eval(arrays_of(line.leaves))
+            ids = ids[:, most:]
+        return ids
 
     def _sample(self, chunks: Seq[Chunk], result: MlxStepResult, taken: set[int], fresh: list[Any]) -> list[Any]:
         """Begin sampling what the chunks ask for and is not under way: all rows of one group together. What comes from logits of
