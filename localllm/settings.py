@@ -248,18 +248,26 @@ def config_path() -> Path:
     return paths.config_dir() / "config.toml"
 
 
+def config_text(path: Path) -> str:
+    """What stands in config.toml; the mark that Windows' editors put before it (a BOM) is none of its text."""
+    return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+
+
 def read_config() -> dict[str, Any]:
     """config.toml as it stands: settings, and tables of single models. Raises UsageError."""
     import tomllib
 
     path = config_path()
     try:
-        with path.open("rb") as f:
-            data = tomllib.load(f)
+        data = tomllib.loads(config_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
-        raise UsageError(f"{path} can't be read: {e}", hint="mend the file or remove it") from e
+        is_escape = any(sign in str(e) for sign in ("hex value", "\\", "scaped"))
+        hint = (
+            "in \"…\" a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me'" if is_escape else ""
+        )
+        raise UsageError(f"{path} can't be read: {e}", hint=hint or "mend the file or remove it") from e
     unknown = set(data) - set(_BY_NAME) - set(_TABLES)
     if unknown:
         raise UsageError(

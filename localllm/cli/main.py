@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm import __version__
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UsageError
 
 _EPILOG = (
     "Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 not found, 4 bad model file, 5 does not fit, "
@@ -102,14 +102,37 @@ def command_line(only: str | None = None) -> typer.Typer:
 
 
 def run(argv: list[str] | None = None) -> Any:
-    """Entry point of the `localllm` script: no traceback reaches a user."""
+    """Entry point of the `localllm` script: no traceback reaches a user, and no control character a terminal."""
+    from localllm.plain_output import give_up_stdout, only_plain
+
+    code: Any = 0
+    with only_plain():
+        try:
+            try:
+                _run(argv)
+            except SystemExit as left:
+                code = left.code
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # `localllm … | head` closed our output: that is not an error of ours.
+            sys.stderr.close()
+        except OSError as e:
+            give_up_stdout()
+            # Of what commands open and look at the system names the file; of its own streams nothing.
+            said = f"{e.filename or 'the output'} can't be used: {e.strerror or e}"
+            code = report(LocalLLMError(said, hint="look at its permissions, and at the free space of its disk"))
+    sys.exit(code)
+
+
+def _run(argv: list[str] | None) -> None:
+    from localllm.plain_output import is_text
     from localllm.settings import mistyped
 
     for said in mistyped():
         print(f"warning: {said}", file=sys.stderr)
     gc.disable()  # what a start makes stays: looking through it took a tenth of the time of `recommend`
+    typed = sys.argv[1:] if argv is None else argv
     try:
-        typed = sys.argv[1:] if argv is None else argv
         # Without a word it is the chat, or a shell that asks what could be typed.
         without = None if _COMPLETING in os.environ else "chat"
         command_line(typed[0] if typed else without)(args=argv)
@@ -117,10 +140,11 @@ def run(argv: list[str] | None = None) -> Any:
         sys.exit(report(e))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        # `localllm … | head` closed our output: that is not an error of ours.
-        sys.stderr.close()
-        sys.exit(0)
+    except UnicodeEncodeError:
+        if all(is_text(word) for word in typed):
+            raise
+        said = "what was typed holds bytes that are no UTF-8 text"
+        sys.exit(report(UsageError(said, hint="type it in UTF-8, or pipe it in")))
     finally:
         gc.enable()
 

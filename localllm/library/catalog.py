@@ -98,7 +98,7 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
     from localllm_catalog.errors import CatalogError
 
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
         files = {f.name: f.stat().st_size for f in folder.glob("*.safetensors")}
         return from_hf.model_from_config(config, files, known=known, generation=_generation_config(folder))
     except (CatalogError, OSError, ValueError) as e:
@@ -110,7 +110,7 @@ def _generation_config(folder: Path) -> Mapping[str, Any]:
     import json
 
     try:
-        stated = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        stated = json.loads((folder / "generation_config.json").read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return {}
     return stated if isinstance(stated, dict) else {}

@@ -71,7 +71,16 @@ def ggufs(files: list[Path], origin: Origin, repo: str = "", root: Path | None =
         companions = tuple(other for other in others if other[1] != projector)
         found.append(
             LocalModel(
-                names.stem_of(name), file, "gguf", size, quant, origin, repo, tuple(parts), projector, companions
+                names.shown(names.stem_of(name)),
+                file,
+                "gguf",
+                size,
+                quant,
+                origin,
+                repo,
+                tuple(parts),
+                projector,
+                companions,
             )
         )
     return found
@@ -81,8 +90,10 @@ def _own_projector(name: str, weights: dict[str, Path], projectors: dict[str, Pa
     """The projector of the model `name`: by the names, else the one whose header names the model or its base."""
     from localllm_catalog import kinds
 
+    if not projectors:
+        return None
     mine = kinds.own_projectors(name, list(weights), list(projectors), one_repo=one_repo)
-    if not mine and projectors:
+    if not mine:
         said = file_kinds.said_names(weights[name])
         mine = [p for p, file in projectors.items() if said & file_kinds.said_names(file)]
     return best_projector([projectors[p] for p in mine])
@@ -115,7 +126,9 @@ def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = 
     size = _total_size(shards)
     if not size:
         return None
-    return LocalModel(name, folder, "mlx", size, _mlx_quant(name, quantized, config), origin, repo, tuple(shards))
+    return LocalModel(
+        names.shown(name), folder, "mlx", size, _mlx_quant(name, quantized, config), origin, repo, tuple(shards)
+    )
 
 
 def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:
@@ -134,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             return {}
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}

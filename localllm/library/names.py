@@ -12,6 +12,7 @@ from localllm_catalog.names import bare as bare
 from localllm_catalog.names import quant_of as quant_of
 from localllm_catalog.names import safe_file as safe_file
 from localllm_catalog.names import safe_repo as safe_repo
+from localllm_catalog.names import shown as shown
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model

@@ -127,7 +127,14 @@ def by_path(ref: str) -> LocalModel | None:
     file_kinds.check_is_model(path)
     # A file of another name (an Ollama blob): whether it is a model is the backend's to say.
     return LocalModel(
-        path.stem or path.name, path, "gguf", path.stat().st_size, names.quant_of(path.name), "path", "", (path,)
+        names.shown(path.stem or path.name),
+        path,
+        "gguf",
+        path.stat().st_size,
+        names.quant_of(path.name),
+        "path",
+        "",
+        (path,),
     )
 
 

@@ -142,7 +142,7 @@ def _models_of(document: Mapping[str, Any], path: Path) -> Iterator[dict[str, An
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadCatalogError(f"{path} is not TOML: {error}") from error
     except RecursionError:

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from localllm_catalog import architectures, kinds, stated
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
-from localllm_catalog.names import quant_of
+from localllm_catalog.names import quant_of, shown
 from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
 
 MAX_LAYERS = 2_048
@@ -399,10 +399,10 @@ def _vocabulary(header: GgufHeader, facts: _Facts) -> int:
 def _model(
     header: GgufHeader, facts: _Facts, layers: tuple[Layer, ...], variant: Variant, blocks: list[_Block]
 ) -> Model:
-    name = header.text("general.name") or header.text("general.basename") or PurePosixPath(header.files[0]).stem
+    name = shown(header.text("general.name") or header.text("general.basename") or PurePosixPath(header.files[0]).stem)
     template = header.text("tokenizer.chat_template")
     experts = _experts(facts, blocks)
-    pre = header.text("tokenizer.ggml.pre")
+    pre = shown(header.text("tokenizer.ggml.pre"))
     lookup = sum(tensor.n_elements for tensor in header.tensors if tensor.name == "per_layer_token_embd.weight")
     purposes: tuple[Purpose, ...] = ("chat",) if facts.kind == "model" else ("embedding",)
     query = next((block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors), None)
@@ -410,7 +410,7 @@ def _model(
     model = Model(
         id=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
         name=name,
-        family=header.text("general.basename").lower() or facts.arch,
+        family=shown(header.text("general.basename").lower() or facts.arch),
         params_total=sum(tensor.n_elements for tensor in header.tensors),
         params_active=0,
         layers=layers,
@@ -423,7 +423,7 @@ def _model(
         tied_embeddings=all(tensor.name != "output.weight" for tensor in header.tensors),
         experts=experts,
         architecture=describe(layers, experts),
-        licence=header.text("general.license"),
+        licence=shown(header.text("general.license")),
         purposes=purposes,
         tokenizer_family=architectures.TOKENIZERS.get(pre, pre),
         tokenizer_pre=pre,

@@ -15,6 +15,7 @@ from localllm_catalog import shapes, stated
 from localllm_catalog.build import build_layers
 from localllm_catalog.errors import BadHeaderError, CatalogError
 from localllm_catalog.from_gguf import MAX_LAYERS, describe
+from localllm_catalog.names import shown
 from localllm_catalog.quants import mlx_bits
 from localllm_catalog.types import Experts, Layer, LayerKind, Model, Variant
 
@@ -93,7 +94,7 @@ class _Config:
         text = config.get("text_config")
         self.text: Mapping[str, Any] = text if isinstance(text, Mapping) else {}
         self.whole = config
-        self.type = str(self.text.get("model_type") or config.get("model_type") or "")
+        self.type = shown(str(self.text.get("model_type") or config.get("model_type") or ""))
 
     def get(self, *names: str) -> Any:
         """The first of these that is there and not null."""
@@ -125,7 +126,7 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
     hidden = facts.number("hidden_size", "n_embd")
     if not heads or not hidden:
         raise BadHeaderError("a model needs attention heads and a hidden size")
-    name = str(config.get("_name_or_path") or repo or facts.type).rstrip("/").rpartition("/")[2] or "model"
+    name = shown(str(config.get("_name_or_path") or repo or facts.type)).rstrip("/").rpartition("/")[2] or "model"
     raw: dict[str, Any] = {
         "id": re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
         "name": name,

@@ -200,7 +200,7 @@ def own_projectors(model: str, models: Sequence[str], projectors: Sequence[str],
     Beside quants of one model all do. Among several models it is the one its name says; a name that says none counts in
     a repository (`one_repo`), whose files belong together, and nowhere else.
     """
-    kinds = {model_words(name) for name in models}
+    kinds = {model_words(name) for name in models} if projectors else set()
     if len(kinds) == 1:
         return list(projectors)
     mine = []

@@ -60,6 +60,12 @@ def check_file(name: str) -> str:
     return name
 
 
+def shown(name: str) -> str:
+    """A name as it may be printed and typed: what is no sign of writing (control characters, marks that turn the
+    direction of writing, bytes that are no text) becomes "?"."""
+    return name if name.isprintable() else "".join(sign if sign.isprintable() else "?" for sign in name)
+
+
 def quant_of(name: str) -> str:
     """The quant a GGUF's name carries ("Q4_K_M", "UD-Q4_K_XL"), or "" if it says none."""
     found = _QUANT.findall(re.sub(r"(?i)\.gguf$", "", name))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TextIO
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
+from localllm.plain_output import obeyed
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerStream
 from localllm_tui.control.attachments import typed_in
@@ -154,9 +154,6 @@ def ask_once(
 ) -> None:
     """Print one answer to stdout. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and not a traceback
-
     async def run() -> None:
         async with client:
             await answer_to(sys.stdout, sys.stderr, client, model, messages, keep, compact=compact)
@@ -228,6 +225,7 @@ class _Page:
         self._err = err if err.isatty() else None
         # Bytes of the model's own for a file or a pipe; a terminal would obey its control characters.
         self._shown = printable if out.isatty() else str
+        self._write = obeyed(out)
         self._said = ""
         self._ends_line = True
 
@@ -236,13 +234,14 @@ class _Page:
             self.progress("thinking…")
         if text:
             self.progress("")
-            self._out.write(self._shown(text))
+            self._write(self._shown(text))
             self._out.flush()
             self._ends_line = text.endswith("\n")
 
     def progress(self, what: str) -> None:
         if self._err is not None and what != self._said:
-            self._err.write(f"\r\x1b[K{what}")
+            obeyed(self._err)("\r\x1b[K")
+            self._err.write(what)
             self._err.flush()
             self._said = what
 

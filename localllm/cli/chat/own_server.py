@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.serve.run import application
 from localllm.errors import LocalLLMError, UsageError
+from localllm.plain_output import obeyed
 
 if TYPE_CHECKING:
     import asyncio
@@ -206,7 +207,8 @@ def loading_note(name: str) -> Iterator[Callable[[float], None]]:
         if time.monotonic() - started < _PATIENCE_S:
             return
         if tty:
-            print(f"\rloading {name} … {progress:4.0%}", end="", file=sys.stderr, flush=True)
+            obeyed(sys.stderr)("\r")
+            print(f"loading {name} … {progress:4.0%}", end="", file=sys.stderr, flush=True)
         elif not said:
             print(f"loading {name} …", file=sys.stderr, flush=True)
         said = True
@@ -215,4 +217,5 @@ def loading_note(name: str) -> Iterator[Callable[[float], None]]:
         yield note
     finally:
         if said and tty:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            obeyed(sys.stderr)("\r\033[K")
+            sys.stderr.flush()

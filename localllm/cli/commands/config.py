@@ -141,11 +141,11 @@ def _document() -> TOMLDocument:
     """config.toml with its comments; an empty one where it is not there. Raises UsageError for one that can't be read."""
     import tomlkit
 
-    from localllm.settings import config_path, read_config
+    from localllm.settings import config_path, config_text, read_config
 
     read_config()
     path = config_path()
-    return tomlkit.parse(path.read_text(encoding="utf-8")) if path.exists() else tomlkit.document()
+    return tomlkit.parse(config_text(path)) if path.exists() else tomlkit.document()
 
 
 def _write(document: TOMLDocument) -> Path:

@@ -10,6 +10,7 @@ import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
 from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, gb, print_json, table
+from localllm.plain_output import obeyed
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
@@ -151,10 +152,10 @@ def verify(
     results = []
     for model in wanted:
         if not quiet and sys.stderr.isatty():
-            print(f"reading {model.name} ({gb(model.size_bytes)}) …", end="\r", file=sys.stderr, flush=True)
+            print(f"reading {model.name} ({gb(model.size_bytes)}) …", end="", file=sys.stderr, flush=True)
         results.append(store.verify(model))
         if not quiet and sys.stderr.isatty():
-            print("\033[K", end="", file=sys.stderr, flush=True)
+            obeyed(sys.stderr)("\r\033[K")
         if not as_json and not (quiet and results[-1].result != "bad"):
             print(_verdict(results[-1]), flush=True)
     if as_json:

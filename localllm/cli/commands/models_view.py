@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.commands.shared import gb, table
+from localllm.plain_output import plain
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
@@ -31,8 +32,9 @@ def listing(found: list[LocalModel]) -> str:
     head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
     ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
     rows = [(m.name, m.quant or "?", gb(m.size_bytes), m.format, m.origin) for m in ordered]
-    beside = {file: kind for m in ordered for kind, file in m.companions if not any(file == o.mmproj for o in found)}
-    lines = [f"{file.name}: {_what(kind)}" for file, kind in beside.items()]
+    attached = {m.mmproj for m in found}
+    beside = {file: kind for m in found for kind, file in m.companions if file not in attached}
+    lines = [f"{plain(file.name)}: {_what(kind)}" for file, kind in beside.items()]
     return "\n".join(
         [table([head, *rows], right=(2,)), *(["", "Beside them, and no models:", *lines] if lines else [])]
     )
@@ -96,7 +98,7 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
     if model is not None:
         said += _model_facts(model)
     width = max(len(key) for key, _ in said)
-    lines = [f"{key:<{width}}  {value}" for key, value in said]
+    lines = [f"{key:<{width}}  {plain(value)}" for key, value in said]
     if local is None and model is not None:
         head = ("QUANT", "FORMAT", "SIZE", "REPOSITORY")
         rows = [(v.quant, v.format, ("" if v.exact else "~") + gb(v.file_bytes), v.repo) for v in model.variants]

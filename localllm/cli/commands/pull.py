@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.shared import Json
+from localllm.plain_output import obeyed, plain
 
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
@@ -36,7 +37,7 @@ def pull(
     from localllm.settings import Settings
 
     no_network = bool(Settings({"offline": offline}).value("offline"))
-    meter = None if quiet else ProgressLine(lambda text: print(text, end="", file=sys.stderr, flush=True))
+    meter = None if quiet else ProgressLine(obeyed(sys.stderr))
     try:
         found: LocalModel = fetch(ref, on_progress=meter, choose=variant_choice(ref), mmproj=mmproj, offline=no_network)
     except KeyboardInterrupt:
@@ -98,10 +99,10 @@ class ProgressLine:
             return
         self._last, self._next = step, now + (_REDRAW_EVERY_S if self._tty else _LOG_EVERY_S)
         if self._tty:
-            self._write("\r" + text(progress, self._columns - 1) + "\033[K")
+            self._write("\r" + plain(text(progress, self._columns - 1)) + "\033[K")
             self._drawn = True
         else:
-            self._write(text(progress, 200) + "\n")
+            self._write(plain(text(progress, 200)) + "\n")
 
     def close(self) -> None:
         """Take the line off the terminal."""

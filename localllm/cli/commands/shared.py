@@ -34,6 +34,9 @@ def gb(n_bytes: float) -> str:
 
 def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows as lines with their columns below each other; those numbered in `right` end at the same place."""
+    from localllm.plain_output import plain
+
+    rows = [tuple(map(plain, row)) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -42,10 +45,15 @@ def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     return "\n".join(lines)
 
 
-def print_json(body: Any) -> None:
+def ascii_json(body: Any, indent: int = 2) -> str:
+    """`body` as JSON in ASCII alone: the same bytes, and valid, whatever the encoding of stdout and of file names is."""
     import json
 
-    print(json.dumps(body, indent=2, ensure_ascii=False))
+    return json.dumps(body, indent=indent).replace("\x7f", "\\u007f")
+
+
+def print_json(body: Any) -> None:
+    print(ascii_json(body))
 
 
 def confirmed(question: str) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from localllm.cli.commands.shared import ascii_json
 from localllm.planner.needs import span
 from localllm.planner.types import backend_of
 from localllm.planner.why import gb, mb, rate
@@ -258,7 +258,7 @@ def json_text(answer: Recommendation, device: Device) -> str:
     from localllm.device.types import device_to_json
     from localllm.planner.serialise import recommendation_to_json
 
-    return json.dumps(recommendation_to_json(answer, device_to_json(device)), indent=2, ensure_ascii=False)
+    return ascii_json(recommendation_to_json(answer, device_to_json(device)))
 
 
 def comparison(
@@ -275,7 +275,7 @@ def comparison(
         from localllm.planner.serialise import recommendation_to_json
 
         both = [recommendation_to_json(a, device_to_json(d)) for d, a in zip(devices, answers, strict=True)]
-        return [json.dumps({"machines": both}, indent=2, ensure_ascii=False)]
+        return [ascii_json({"machines": both})]
     lines: list[str] = []
     for device, answer in zip(devices, answers, strict=True):
         head, rows = _rows(answer.plans[:_COMPARED], _NOTHING)
@@ -309,7 +309,7 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
              "decode_tok_s": round(p.decode_tok_s.value, 1), "memory_bytes": p.memory.total_bytes}
             for d, p in found.found
         ]  # fmt: skip
-        return [json.dumps({"model": model.id, "at_tok_s": tok_s, "machines": machines}, indent=2, ensure_ascii=False)]
+        return [ascii_json({"model": model.id, "at_tok_s": tok_s, "machines": machines})]
     lines = _wrapped(
         f"{model.name} at {rate(tok_s)} tok/s or more, each part in its smallest memory size", further="  "
     )
@@ -361,7 +361,7 @@ def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
                 )
             )
     if as_json:
-        return [json.dumps({"runs": [verify.to_json(x) for x in results]}, indent=2, ensure_ascii=False)]
+        return [ascii_json({"runs": [verify.to_json(x) for x in results]})]
     if not results:
         return [f"nothing has been measured on {device.name} yet: run `localllm bench`"]
     lines = [f"Predicted beside measured on {device.name}", ""]

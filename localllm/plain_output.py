@@ -1,0 +1,75 @@
+"""What we print shows control characters as "?", whoever wrote them: a file's name, a header, a hub, another server.
+
+A name can hold sequences that a terminal obeys: to write the clipboard, to answer in our place, to hide a line (CWE-150).
+Commands print through this; the few that rewrite a line of their own say so (`obeyed`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+# C0 but tab and newline, DEL and C1, and the marks that turn the direction of writing or end a line.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def plain(text: str) -> str:
+    """`text` as a line of several may hold it: control characters as "?", line breaks included."""
+    return re.sub("[\t\n]", "?", _CONTROLS.sub("?", text))
+
+
+def is_text(word: str) -> bool:
+    """False where bytes of an argument could not be read as text (Python keeps them as surrogates, PEP 383)."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in word)
+
+
+class PlainOutput:
+    """A text stream that writes everything but control characters; what its encoding lacks becomes "?" too."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.obeyed = stream.write
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError, ValueError):
+                stream.reconfigure(errors="replace")
+
+    def write(self, text: str) -> int:
+        self._stream.write(_CONTROLS.sub("?", text.replace("\r\n", "\n")))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def obeyed(stream: TextIO) -> Callable[[str], Any]:
+    """A `write` for what the terminal is to obey: our own sequences, never anything that came from elsewhere."""
+    return cast("Callable[[str], Any]", getattr(stream, "obeyed", stream.write))
+
+
+@contextmanager
+def only_plain() -> Iterator[None]:
+    """stdout and stderr are PlainOutput for a while."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", PlainOutput(s)) if s is not None else s for s in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def give_up_stdout() -> None:
+    """Let what is still held back for stdout go, where it can't be written: nothing tries again on the way out."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
