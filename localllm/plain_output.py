@@ -7,6 +7,7 @@ Commands print through this; the few that rewrite a line of their own say so (`o
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
@@ -21,6 +22,11 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def plain(text: str) -> str:
     """`text` as a line of several may hold it: control characters as "?", line breaks included."""
     return re.sub("[\t\n]", "?", _CONTROLS.sub("?", text))
+
+
+def ascii_json(body: Any, indent: int = 2) -> str:
+    """`body` as JSON in ASCII alone: the same bytes, and valid, whatever the encoding of stdout and of file names is."""
+    return json.dumps(body, indent=indent).replace("\x7f", "\\u007f")
 
 
 def is_text(word: str) -> bool:

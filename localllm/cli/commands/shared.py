@@ -45,14 +45,9 @@ def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     return "\n".join(lines)
 
 
-def ascii_json(body: Any, indent: int = 2) -> str:
-    """`body` as JSON in ASCII alone: the same bytes, and valid, whatever the encoding of stdout and of file names is."""
-    import json
-
-    return json.dumps(body, indent=indent).replace("\x7f", "\\u007f")
-
-
 def print_json(body: Any) -> None:
+    from localllm.plain_output import ascii_json
+
     print(ascii_json(body))
 
 

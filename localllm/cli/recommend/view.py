@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from localllm.cli.commands.shared import ascii_json
+from localllm.plain_output import ascii_json
 from localllm.planner.needs import span
 from localllm.planner.types import backend_of
 from localllm.planner.why import gb, mb, rate
