@@ -59,14 +59,11 @@ def chat(
 
     from localllm.cli.chat import engines
     from localllm.errors import UsageError
-    from localllm.plain_output import is_text
     from localllm_tui.control.attachments import check_room, read_text
 
     # Everything that can be wrong with what was typed is said before a model is loaded.
     if prompt is not None and not prompt.strip() and not attach:
         raise UsageError("the question is empty", hint='ask something: localllm chat "What is a lighthouse?"')
-    if prompt is not None and not is_text(prompt):
-        raise UsageError("the question holds bytes that are no UTF-8 text", hint="type it in UTF-8")
     attached = [read_text(path) for path in attach or ()]
     check_room(attached, context)
     question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
@@ -180,6 +177,10 @@ def _question(prompt: str | None, attached: bool) -> str:
     import sys
 
     from localllm.errors import UsageError
+    from localllm.plain_output import is_text
+
+    if prompt is not None and not is_text(prompt):
+        raise UsageError("the question holds bytes that are no UTF-8 text", hint="type it in UTF-8")
 
     piped = ""
     if sys.stdin is not None and not (prompt is not None and sys.stdin.isatty()):
