@@ -6,6 +6,7 @@
     ├── RequestError                  a client's request can't be honoured               400  exit 2
     │   ├── UnsupportedError          a known parameter we refuse, with the reason       400
     │   │   └── NotConstrainableError a tool format can't write that (conversation)      400
+    │   ├── ConstraintStuckError      an answer can't be ended as its grammar wants      400
     │   ├── ContextLengthError        prompt + answer do not fit the served context      400
     │   ├── AuthError                 Host, Origin or key refused                        403/401
     │   │   └── KeyRequiredError      the key is missing or wrong (server)               401
@@ -119,6 +120,13 @@ class UnsupportedError(RequestError):
     """A parameter we know and do not honour: refused with the reason instead of ignored."""
 
     code = "unsupported_parameter"
+
+
+class ConstraintStuckError(RequestError):
+    """An answer under a grammar came to where nothing may follow, and is not complete."""
+
+    code = "constraint_stuck"
+    default_hint = "what was written so far is no answer; loosen the schema, the grammar or the logit_bias"
 
 
 class ContextLengthError(RequestError):

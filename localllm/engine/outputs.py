@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.engine.cache.tree import as_tokens
-from localllm.engine.messages import FinishReason, Text, TokenLogprob
+from localllm.engine.messages import Failure, FinishReason, Text, TokenLogprob
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.row import Row
@@ -84,6 +84,8 @@ class OutputProcessor:
         before = len(job.tokens)
         said: list[Text] = []
         finish: FinishReason | None = None
+        constraint = job.sampler.constraint
+        stuck = False
         for i in range(len(draft) + 1):
             row = None if rows is None else rows[i]
             if chosen or row is None:
@@ -92,6 +94,9 @@ class OutputProcessor:
                 token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
             else:
                 token = job.sampler.choose(row, job.tokens)
+            stuck = constraint is not None and constraint.stuck
+            if stuck:
+                break
             right = i < len(draft) and token == draft[i]
             accepted += right
             finish = self._emit(job, token, row, said)
@@ -107,7 +112,10 @@ class OutputProcessor:
             job.n_kv -= rejected
             assert job.sequence is not None
             self.backend.truncate(job.sequence, job.n_kv)
-        if finish is not None:
+        if stuck:
+            why = "the answer came to where its grammar, or what is left of it by logit_bias, allows nothing more"
+            self.jobs.finish(job, "stop", Failure(job.id, "constraint_stuck", why))
+        elif finish is not None:
             self.jobs.finish(job, finish)
 
     def _emit(self, job: RunningRequest, token: int, row: Row | None, said: list[Text]) -> FinishReason | None:

@@ -99,15 +99,16 @@ class RequestTable:
         sequence, job.sequence = job.sequence, None
         return sequence
 
-    def finish(self, job: RunningRequest, reason: FinishReason) -> None:
-        """It ended well, or its client left: its KV stays for others if it shares."""
+    def finish(self, job: RunningRequest, reason: FinishReason, failure: Failure | None = None) -> None:
+        """It ended well, or its client left, or it can't go on: its KV stays for others if it shares."""
         rest = job.text.flush() if reason != "cancelled" else ""
         if rest:
             self.events.append(Text(job.id, rest))
         if job.text.stopped_by is not None:
             reason = "stop"
         self.release(job)
-        self.events.append(Finish(job.id, reason, job.usage(), job.timings(self.clock()), job.text.stopped_by))
+        end = Finish(job.id, reason, job.usage(), job.timings(self.clock()), job.text.stopped_by)
+        self.events.append(end if failure is None else failure)
 
     def release(self, job: RunningRequest) -> None:
         """Take it out; its sequence goes back to the pool."""

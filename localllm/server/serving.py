@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from localllm.conversation.prefix_reuse import ReasoningCache
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import LocalLLMError
+from localllm.grammars.json_schema import settled
 from localllm.server.generation.chat import ChatRequest, chat_job
 from localllm.server.generation.collector import ReasoningRecorder, ReplyCollector
 from localllm.server.generation.compaction import TokenCounts
@@ -128,8 +130,15 @@ class Server:
             if engine.info.vision:
                 task = replace(task, messages=await self.images.fetched(task.messages))
             task = await self.pdfs.read(task, sees=engine.info.vision)
-            return await chat_job(with_defaults(task, model.defaults), model, engine, self.reasoning_cache, self.counts)
-        return await task(engine)
+            grammar, loose = await asyncio.to_thread(settled, task.options.grammar)
+            task = replace(task, options=replace(task.options, grammar=grammar))
+            task = with_defaults(task, model.defaults)
+            job = await chat_job(task, model, engine, self.reasoning_cache, self.counts)
+        else:
+            job = await task(engine)
+            grammar, loose = await asyncio.to_thread(settled, job.answer.grammar)
+            job = replace(job, answer=replace(job.answer, grammar=grammar))
+        return replace(job, ignored=(*job.ignored, *loose)) if loose else job
 
     async def prompt(self, translated: TranslatedRequest, model: ServedModel) -> tuple[str, int, list[str]]:
         """The prompt of a conversation, its length in tokens, and the names of what has no effect."""

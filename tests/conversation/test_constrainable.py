@@ -12,17 +12,19 @@ from conversation.test_grammar_triggers import TOOLS, matcher
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.prompt import Choice
 from localllm.conversation.tools.schemas import constrainable
+from localllm.errors import UnsupportedError
 from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt
 
 HERMES = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 QWEN = HERMES + "{# <function= #}"
 HARD: dict[str, dict[str, Any]] = {
     "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
-    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}},
     "contains": {"type": "array", "contains": {"type": "integer"}},
-    "not": {"not": {"type": "string"}},
-    "if": {"if": {"type": "string"}, "then": {"minLength": 1}},
-    "format": {"type": "string", "format": "a-format-of-somebody"},
+    "not": {"not": {"type": "integer"}},
+    "if": {"if": {"pattern": "a"}, "then": {"minLength": 1}},
+    "oneOf": {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]},
+    "unevaluatedProperties": {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
     "pattern": {"type": "string", "pattern": "^(?=a)b"},
     "$ref": {"$ref": "#/$defs/missing"},
     "type": {"type": "any"},
@@ -82,8 +84,18 @@ def test_an_answer_in_a_schema_or_a_call_is_held_as_well() -> None:
 def test_what_can_be_held_is_left_alone() -> None:
     kept, left_out = constrainable(TOOLS)
     assert (kept, left_out) == (TOOLS, ())
-    plain = tool({"oneOf": [{"type": "string"}, {"minLength": 2}], "uniqueItems": False})
+    plain = tool({"oneOf": [{"type": "string"}, {"minLength": 2}], "uniqueItems": False, "format": "somebody's"})
     assert constrainable([plain])[1] == ()
+
+
+def test_a_strict_tool_is_kept_whole_or_refused_by_name() -> None:
+    strict = tool(HARD["uniqueItems"])
+    strict["strict"] = True
+    with pytest.raises(UnsupportedError, match="uniqueItems"):
+        constrainable([strict])
+    held = tool({"type": "string"})
+    held["strict"] = True
+    assert constrainable([held])[1] == ()
 
 
 def test_the_model_is_shown_the_schema_as_it_was_sent() -> None:

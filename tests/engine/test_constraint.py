@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,3 +95,37 @@ def test_bounds_that_the_grammar_engine_dies_of_never_reach_it(bounds: tuple[flo
     schema = {"anyOf": [{"type": "object", "properties": {"minimum": number}}]}
     with pytest.raises(UnsupportedError, match="minimum is beyond"):
         GrammarCompiler(ScriptedBackend())(("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize("bounds", [(-(2**71), -(2**70)), (-1e300, -1e299), (2**64, 2**65)])
+def test_nor_do_they_within_another_grammar(bounds: tuple[float, float]) -> None:
+    schema = {"type": "integer", "minimum": bounds[0], "maximum": bounds[1]}
+    lark = f'start: "a" b\nb: %json {json.dumps({"anyOf": [schema]})}\n'
+    for kind in ("lark", "gbnf"):
+        with pytest.raises(UnsupportedError, match="maximum is beyond"):
+            GrammarCompiler(ScriptedBackend())((kind, lark))
+
+
+DEAD_ENDS: dict[str, tuple[tuple[str, str], dict[int, float]]] = {
+    "nothing behind a comma": (("lark", 'start: "{" /[ab]/ "," T\nT: /x/ & /y/\n'), {}),
+    "a rule without an end that needs one": (("lark", 'start: "a" T\nT: /[0-9]/ & /[a-z]/\n'), {}),
+}
+
+
+@pytest.mark.parametrize("name", DEAD_ENDS)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, seed=1)])
+def test_a_dead_end_is_an_error_and_no_answer(engine: Engine, name: str, sampling: Sampling) -> None:
+    grammar, _ = DEAD_ENDS[name]
+    failure = run(engine, request_for("a", PROMPT, max_tokens=40, sampling=sampling, grammar=grammar)).failure("a")
+    assert failure.code in ("constraint_stuck", "unsupported_parameter")
+    assert run(engine, request_for("b", PROMPT, max_tokens=3, sampling=sampling)).finish("b").reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_everything_allowed_is_banned(engine: Engine, temperature: float) -> None:
+    banned = {
+        t: -math.inf for t in range(engine.backend.info.n_vocab) if engine.backend.token_bytes(t)[:1] in (b"y", b"n")
+    }
+    sampling = Sampling(temperature=temperature, seed=1, logit_bias=banned)
+    request = request_for("a", PROMPT, max_tokens=10, sampling=sampling, grammar=("regex", "yes|no"))
+    assert run(engine, request).failure("a").code == "constraint_stuck"

@@ -45,6 +45,9 @@ SAMPLING: Table = {
     "dry_sequence_breakers": (HONOURED, ["x"]), "xtc_probability": (HONOURED, 0.5), "xtc_threshold": (HONOURED, 0.2),
     "repetition_detection": (HONOURED, {"max_pattern_size": 5}), "cache_prompt": (HONOURED, False),
     "t_max_predict_ms": (HONOURED, 5000), "grammar": (HONOURED, 'root ::= "x"'), "json_schema": (HONOURED, SCHEMA),
+    "guided_choice": (HONOURED, ["a"]), "guided_grammar": (HONOURED, 'root ::= "x"'), "guided_json": (HONOURED, SCHEMA),
+    "guided_regex": (HONOURED, "x"), "structured_outputs": (HONOURED, {"json": SCHEMA}), "regex": (HONOURED, "x"),
+    "ebnf": (HONOURED, 'root ::= "x"'),
     "model": (HONOURED, "other"), "stream": (HONOURED, True),
 }  # fmt: skip
 CHAT: Table = {
@@ -70,12 +73,11 @@ CHAT: Table = {
     "thinking_budget_tokens": (NAMED, 5), "reasoning_budget_tokens": (NAMED, 5), "reasoning": (NAMED, {"max_tokens": 5}),
     "add_generation_prompt": (HONOURED, True, {"messages": BEGUN}), "allowed_token_ids": (REFUSED, [1]), "bad_words": (REFUSED, ["x"]),
     "best_of": (REFUSED, 2), "continue_final_message": (HONOURED, False, {"messages": BEGUN}),
-    "dynatemp_range": (REFUSED, 0.5), "grammar_lazy": (REFUSED, True), "guided_choice": (REFUSED, ["a"]),
-    "guided_grammar": (REFUSED, "x"), "guided_json": (REFUSED, SCHEMA), "guided_regex": (REFUSED, "x"),
+    "dynatemp_range": (REFUSED, 0.5), "grammar_lazy": (REFUSED, True),
     "include_stop_str_in_output": (REFUSED, True), "length_penalty": (REFUSED, 0.5), "lora": (REFUSED, [{"id": 0}]),
     "mirostat": (REFUSED, 1), "prompt_logprobs": (REFUSED, 1),
     "reasoning_format": (REFUSED, "none"), "skip_special_tokens": (REFUSED, False),
-    "structured_outputs": (REFUSED, {"json": SCHEMA}), "tfs_z": (REFUSED, 0.5), "top_n_sigma": (REFUSED, 1),
+    "tfs_z": (REFUSED, 0.5), "top_n_sigma": (REFUSED, 1),
     "truncate_prompt_tokens": (REFUSED, 5), "use_beam_search": (REFUSED, True),
     "id_slot": (NO_EFFECT, 0),
     # without their switch, which is refused, these mean nothing

@@ -37,6 +37,8 @@ OLD = [
     ("dependentRequired", {"$schema": "http://json-schema.org/draft-07/schema#", "dependentRequired": {"a": ["b"]}}),
     ("prefixItems", {"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"type": "null"}]}),
 ]
+# Those that are held; any other is an annotation.
+FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
 PER_SCHEMA = int(os.environ.get("LOCALLLM_GENERATIONS", "1"))
 FREE_TOKENS, MOST_TOKENS = 40, 400
 
@@ -104,7 +106,7 @@ def adversary(smollm2: Path) -> Iterator[Adversary]:
 def test_every_accepted_schema_is_kept(adversary: Adversary) -> None:
     written, endless = 0, []
     for i, case in enumerate(CASES["enforced"]):
-        validator = Validator(case["schema"], format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+        validator = Validator(case["schema"], format_checker=FORMATS)
         for k in range(PER_SCHEMA):
             text = adversary.write(case["schema"], seed=i + k)
             if text is None:

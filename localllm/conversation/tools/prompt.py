@@ -62,6 +62,8 @@ def checked(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
                 },
             }
         )
+        if function.get("strict") is True or tool.get("strict") is True:
+            found[-1]["strict"] = True
     return found
 
 

@@ -15,24 +15,8 @@ from numpy.typing import NDArray
 
 from localllm.engine.sampling.row import Row
 from localllm.errors import UnsupportedError
+from localllm.grammars.json_schema import schemas_in, translated
 from localllm_backends.contract import Backend
-
-# Words of JSON Schema that llguidance passes over without a word: those of draft 3, and those of later drafts in a
-# schema whose $schema names an earlier one. What it knows and can't keep (not, contains, uniqueItems…) it says itself.
-_PASSED_OVER = frozenset(
-    {
-        "divisibleBy", "disallow", "extends", "dependentRequired", "dependentSchemas", "dependencies",
-        "unevaluatedItems", "unevaluatedProperties", "minContains", "maxContains",
-    }
-)  # fmt: skip
-# Drafts in which a list of items is still written `items`.
-_OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
-# llguidance reads bounds as 64-bit integers, and its process dies of two that are both beyond them.
-_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
-_LARGEST_BOUND = 2**62
-# Where schemas stand under names of the author's choosing, and where values stand that are no schemas.
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_INERT = frozenset({"const", "enum", "default", "examples", "example"})
 
 # llguidance marks special tokens by a byte that UTF-8 text never has.
 _SPECIAL = b"\xff"
@@ -98,17 +82,16 @@ class GrammarCompiler:
         kind, source = grammar
         try:
             if kind == "json_schema":
-                schema = json.loads(source)
-                _check_bounds(schema)
-                if isinstance(schema, bool):  # llguidance takes its options inside an object only
-                    source = json.dumps({"allOf": [schema]})
+                schema = translated(json.loads(source))
+                # llguidance takes its options inside an object only.
+                source = json.dumps({"allOf": [schema]} if isinstance(schema, bool) else schema)
                 compiled = LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _SPACE})
             elif kind == "regex":
                 compiled = LLMatcher.grammar_from_regex(source)
             elif kind == "lark":
-                compiled = LLMatcher.grammar_from_lark(self._with_tokens(source))
+                compiled = LLMatcher.grammar_from_lark(self._with_tokens(schemas_in(source)))
             elif kind == "gbnf":
-                compiled = LLMatcher.grammar_from_lark(_lark_of(source))
+                compiled = LLMatcher.grammar_from_lark(schemas_in(_lark_of(source)))
             else:
                 raise UnsupportedError(f"unknown kind of grammar {kind!r}")
         except ValueError as e:
@@ -116,8 +99,6 @@ class GrammarCompiler:
         matcher = LLMatcher(self._prepared(), compiled, log_level=0)
         if matcher.is_error():
             raise UnsupportedError(f"the {kind} can't be enforced: {_first_line(matcher.get_error())}")
-        if kind == "json_schema":
-            _check_words(schema)
         if begun:
             self._begin(matcher, begun)
         return Constraint(matcher)
@@ -191,6 +172,12 @@ class Constraint:
         return list(self._matcher.compute_ff_tokens())
 
     @property
+    def stuck(self) -> bool:
+        """True where the grammar's end can't be reached: nothing may follow, what was taken was not allowed, or it is too
+        much work."""
+        return bool(self._matcher.is_error())
+
+    @property
     def finished(self) -> bool:
         """True when nothing may follow."""
         return bool(self._matcher.is_stopped())
@@ -209,35 +196,6 @@ def _lark_of(gbnf: str) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else "no reason given"
-
-
-def _check_bounds(schema: Any) -> None:
-    """Raise UnsupportedError for a bound that llguidance dies of. Data that only looks like one is refused too: a value
-    that large and of such a name, in an enumeration, is nothing anybody sends."""
-    for inner in schema if isinstance(schema, list) else schema.values() if isinstance(schema, dict) else ():
-        _check_bounds(inner)
-    for word in (w for w in schema if w in _BOUNDS) if isinstance(schema, dict) else ():
-        if type(schema[word]) in (int, float) and not abs(schema[word]) < _LARGEST_BOUND:
-            raise UnsupportedError(f"the json_schema can't be enforced: {word} is beyond 2^62")
-
-
-def _check_words(schema: Any, old: bool = False) -> None:
-    """Raise UnsupportedError for a word of JSON Schema that would be accepted and not kept."""
-    if isinstance(schema, list):
-        for inner in schema:
-            _check_words(inner, old)
-    if not isinstance(schema, dict):
-        return
-    named = schema.get("$schema")
-    old = any(draft in named for draft in _OLD_DRAFTS) if isinstance(named, str) else old
-    passed_over = sorted(w for w in schema if w in _PASSED_OVER or (old and w == "prefixItems"))
-    if passed_over:
-        raise UnsupportedError(f"the json_schema can't be enforced: {', '.join(passed_over)} is not supported")
-    for word, value in schema.items():
-        if word in _NAMED and isinstance(value, dict):
-            _check_words(list(value.values()), old)
-        elif word not in _INERT:
-            _check_words(value, old)
 
 
 # (grammar as (kind, source), the answer's beginning that stands in the prompt already) to its constraint.

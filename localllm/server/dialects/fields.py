@@ -8,6 +8,7 @@ fields without effect on an answer. Any other field is accepted and named in the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
@@ -17,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from localllm.engine.messages import MAX_TOKENS, Generation, LoopLimits, Sampling
 from localllm.errors import RequestError, UnsupportedError
 
-# ("json_schema" | "gbnf", source), as `engine.messages.Request.grammar` takes it.
+# ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or ("loose_schema", source): a
+# schema of which the rest holds where a part can't.
 Constraint: TypeAlias = tuple[str, str]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
@@ -46,16 +48,13 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "length_penalty": ("there is no beam search", (None, 1, 1.0)),
     "min_tokens": (_ELSEWHERE, (None, 0)),
     "bad_words": ("not implemented; ban tokens by `logit_bias`", (None, [])),
-    "guided_choice": ("send `response_format` with a json_schema, or `grammar`", (None,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_ELSEWHERE, (None,))),
+    **dict.fromkeys(("structured_outputs", "regex", "ebnf"), (_ELSEWHERE, (None,))),
     "lora": ("adapters are not loaded per request", (None, [])),
     "image_data": ("this server reads text only", (None, [])),
     "grammar_lazy": ("send `tools`: a call is held to its schema from where it begins", (None, False)),
     "post_sampling_probs": ("probabilities are those of the model, before sampling", (None, False)),
     "reasoning_format": ("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
-    "guided_json": ("send `response_format` with a json_schema", (None,)),
-    "guided_regex": ("send `response_format` with a json_schema, or `grammar`", (None,)),
-    "guided_grammar": ("send `grammar`", (None,)),
-    "structured_outputs": ("send `response_format` with a json_schema, or `grammar`", (None,)),
     "stop_token_ids": (_ELSEWHERE, (None, [])),
     "allowed_token_ids": ("not implemented; ban tokens by `logit_bias`", (None, [])),
     "include_stop_str_in_output": ("a stop string is never part of the answer", (None, False)),
@@ -85,9 +84,27 @@ def only_one(**named: Constraint | None) -> Constraint | None:
     return next(iter(given.values()), None)
 
 
-def of_schema(schema: Mapping[str, Any] | None) -> Constraint | None:
-    """The constraint of a JSON schema."""
-    return None if schema is None else ("json_schema", json.dumps(schema))
+def of_schema(
+    schema: Mapping[str, Any] | str | None, where: str = "json_schema", *, strict: bool = True
+) -> Constraint | None:
+    """The constraint of a JSON schema, or of one as text. Raises RequestError for text that is none."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as e:
+            raise RequestError(f"{where} is no JSON", param=where) from e
+        if not isinstance(schema, dict | bool):
+            raise RequestError(f"{where} must be a JSON schema", param=where)
+    return None if schema is None else ("json_schema" if strict else "loose_schema", json.dumps(schema))
+
+
+def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
+    """The constraint of an answer that is one of `texts`. Raises RequestError."""
+    if texts is None:
+        return None
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{where} must be texts, one at least", param=where)
+    return "regex", "|".join(map(re.escape, texts))
 
 
 def of_response_format(response_format: Any) -> Constraint | None:
@@ -110,7 +127,8 @@ def of_response_format(response_format: Any) -> Constraint | None:
             raise RequestError(
                 "response_format.json_schema.schema must be an object", param="response_format.json_schema"
             )
-        return of_schema(schema)
+        said = wrapped if isinstance(wrapped, Mapping) else response_format
+        return of_schema(schema, strict=said.get("strict") is not False)
     raise UnsupportedError(
         f"response_format.type {str(kind)[:40]!r} is not supported; known: text, json_object, json_schema",
         param="response_format",
@@ -124,6 +142,26 @@ class RequestBody(BaseModel):
 
     model: str | None = Field(None, max_length=512, description="a served model or alias; none means the first one")
     stream: bool | None = Field(None, description="send the answer as server-sent events")
+
+
+class StructuredFields(BaseModel):
+    """vLLM's `structured_outputs`."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, max_length=1 << 16)
+    choice: Annotated[list[str], Field(max_length=4096)] | None = None
+    grammar: str | None = Field(None, max_length=1 << 18)
+    json_object: bool | None = None
+
+    def constraint(self) -> Constraint | None:
+        return only_one(
+            json=of_schema(self.json_, "structured_outputs.json"),
+            regex=("regex", self.regex) if self.regex else None,
+            choice=of_choice(self.choice, "structured_outputs.choice"),
+            grammar=("gbnf", self.grammar) if self.grammar else None,
+            json_object=of_schema({"type": "object"}) if self.json_object else None,
+        )
 
 
 class ReasoningFields(BaseModel):
@@ -233,7 +271,16 @@ class SamplingFields(RequestBody, GenerationFields):
     )
     t_max_predict_ms: int | None = Field(None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none")
     grammar: str | None = Field(None, max_length=1 << 18, description="a GBNF grammar the answer must match")
-    json_schema: dict[str, Any] | None = Field(None, description="a JSON schema the answer must match")
+    json_schema: dict[str, Any] | str | None = Field(None, description="a JSON schema the answer must match")
+    regex: str | None = Field(None, max_length=1 << 16, description="an expression the answer must match (SGLang)")
+    ebnf: str | None = Field(None, max_length=1 << 18, description="another name of grammar (SGLang)")
+    structured_outputs: StructuredFields | None = Field(None, description="the constraint in vLLM's words")
+    guided_json: dict[str, Any] | str | None = Field(None, description="another name of json_schema (vLLM)")
+    guided_regex: str | None = Field(None, max_length=1 << 16, description="another name of regex (vLLM)")
+    guided_choice: Annotated[list[str], Field(max_length=4096)] | None = Field(
+        None, description="texts, of which the answer must be one (vLLM)"
+    )
+    guided_grammar: str | None = Field(None, max_length=1 << 18, description="another name of grammar (vLLM)")
 
     def sent_sampling(self) -> dict[str, Any]:
         """The same, with the fields that only these bodies have."""
@@ -279,6 +326,13 @@ class SamplingFields(RequestBody, GenerationFields):
             response_format=of_response_format(response_format),
             grammar=("gbnf", self.grammar) if self.grammar else None,
             json_schema=of_schema(self.json_schema),
+            regex=("regex", self.regex) if self.regex else None,
+            ebnf=("gbnf", self.ebnf) if self.ebnf else None,
+            structured_outputs=self.structured_outputs.constraint() if self.structured_outputs else None,
+            guided_json=of_schema(self.guided_json, "guided_json"),
+            guided_regex=("regex", self.guided_regex) if self.guided_regex else None,
+            guided_choice=of_choice(self.guided_choice, "guided_choice"),
+            guided_grammar=("gbnf", self.guided_grammar) if self.guided_grammar else None,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,8 @@ from localllm.server.generation.visible_tokens import VisibleTokens
 
 # What models write between reasoning and answer.
 _AFTER_REASONING = "\n\n"
+# Calls that are the same in every letter: with so many an answer ends.
+_MOST_ALIKE = 4
 
 
 async def run(engine: EngineClient, job: GenerationJob, writer: ReplyWriter, progress: PrefillProgress) -> ReplyUsage:
@@ -151,7 +154,7 @@ async def _generate_with_calls(
             if end.reason in CUT:
                 return end
             text.append(stream.feed(start.closing))
-            # Small models repeat a call until the context is full: a repeated call ends the answer, as does none.
+            # Small models repeat a call until the context is full: that ends the answer, as does none.
             if not (start.again and answer.reply.parallel) or not stream.new_call():
                 return end
         rest = await _continued(engine, request, text, end)
@@ -267,18 +270,17 @@ class _ChoiceStream:
         self._marks = marks
         self._raw: list[str] | None = None
         self._reasoned = 0
-        self._calls: list[str] = []
         self._tokens = VisibleTokens()
         self._arguments: list[str] = []  # of the last call
-        self._seen_calls: set[str] = set()
+        self._call = ""  # the last one, since it was asked for
+        self._seen_calls: Counter[str] = Counter()
 
     def new_call(self) -> bool:
-        """Whether the last tool call differs from all before it."""
-        call = self._calls[-1] if self._calls else ""
-        new = bool(call) and call not in self._seen_calls
-        self._seen_calls.add(call)
-        self._calls.clear()
-        return new
+        """Whether there was a tool call since this was last asked, and it is not one that is made over and over: the same
+        dice may be thrown more than once."""
+        call, self._call = self._call, ""
+        self._seen_calls[call] += 1
+        return bool(call) and self._seen_calls[call] < _MOST_ALIKE
 
     @property
     def in_call(self) -> bool:
@@ -358,11 +360,11 @@ class _ChoiceStream:
                 tokens.take(delta.text)
                 writer.reasoning(choice, delta.text)
             elif isinstance(delta, CallStart):
-                self._calls.append(delta.name)
+                self._call = delta.name
                 self._arguments = []
                 writer.call_start(choice, delta.index, delta.name)
             elif isinstance(delta, CallArguments):
-                self._calls[-1] += delta.text
+                self._call += delta.text
                 self._arguments.append(delta.text)
                 writer.call_arguments(choice, delta.index, delta.text)
         if self.in_call:

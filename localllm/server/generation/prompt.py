@@ -114,6 +114,8 @@ def _build(
     if tools:
         held, left_out = constrainable(tools)
         ignored += left_out
+        if options.choice.mode == "required" and options.grammar is not None:
+            ignored += ("response_format",)  # the answer is the call
         answer = _with_tools(replace(options, tools=held), tools, style, template.source, reply, marker_id)
     else:
         answer = _without_tools(options, style, reply, messages[-1]["content"] if begun else "")
@@ -187,8 +189,6 @@ def _with_tools(
     prefix = ""
     calls: Mapping[str, GrammarTrigger] = {}
     if options.choice.mode == "required":
-        if grammar is not None:
-            raise RequestError("a required tool call and a response format exclude each other", param="tool_choice")
         style = style if style.opening is not None else tool_formats.DEFAULT
         prefix, grammar = forced(style, tools, options.choice)
         parallel = False

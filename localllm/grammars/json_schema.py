@@ -1,0 +1,160 @@
+"""The one translator of JSON schemas: whatever one is for, what it says comes out as the grammar engine keeps it.
+
+A schema that comes out is exact: its references lead to `$defs` of its own, words that only describe are gone, and words
+that llguidance does not know are said with others that it does (`oneOf`, `not`, `if`, `dependencies`, `propertyNames`;
+those in schema_words.py). What can't be said so is left out and named: a caller that must keep all refuses it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from functools import lru_cache
+from typing import Any
+
+from localllm.errors import UnsupportedError
+from localllm.grammars.schema_words import holds
+from localllm.grammars.translator import BOUNDS, INERT, LARGEST, Schema, Translator
+
+# Words whose value decides: tried without each, in this order, then without all of them up to each.
+_AT_TIMES = (
+    "pattern", "format", "patternProperties", "multipleOf", "maxLength", "minLength", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems", "minProperties", "maxProperties", "prefixItems",
+    "additionalProperties", "enum", "const", "allOf", "anyOf", "$ref", "items", "type", "required",
+)  # fmt: skip
+# A search for what to leave out of a schema that can't be kept ends after so long: then any object will do.
+_SEARCH_S = 0.5
+# Lark's strings, comments and expressions, which are skipped, and the mark in front of a schema.
+_JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=\{)')
+
+
+def translated(schema: Any) -> Schema:
+    """`schema` as the engine keeps it, all of it. Raises UnsupportedError, which names what can't be kept."""
+    try:
+        result, left_out = _translated(json.dumps(schema))
+    except RecursionError as e:
+        raise UnsupportedError("the json_schema can't be enforced: it is nested too deeply") from e
+    if left_out:
+        reasons = [f"{w} is {'beyond 2^62' if w in BOUNDS else 'not supported'}" for w in left_out]
+        raise UnsupportedError(f"the json_schema can't be enforced: {', '.join(reasons)}")
+    ending: Schema = _ending(result)
+    return ending
+
+
+def _ending(schema: Any) -> Any:
+    """`schema` whose integers have an end: a small model fills its answer with digits otherwise."""
+    if isinstance(schema, list):
+        return [_ending(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {word: value if word in INERT else _ending(value) for word, value in schema.items()}
+    kind = out.get("type")
+    if kind == "integer" or (isinstance(kind, list) and "integer" in kind):
+        if not {"minimum", "exclusiveMinimum"} & set(out):
+            out["minimum"] = -LARGEST
+        if not {"maximum", "exclusiveMaximum"} & set(out):
+            out["maximum"] = LARGEST
+    return out
+
+
+def schemas_in(lark: str) -> str:
+    """A Lark grammar with every schema in it translated. Raises UnsupportedError, and ValueError for what is no JSON."""
+    parts: list[str] = []
+    at = 0
+    while (found := _JSON.search(lark, at)) is not None:
+        parts.append(lark[at : found.end()])
+        at = found.end()
+        if found[1]:
+            schema, at = json.JSONDecoder().raw_decode(lark, at)
+            options = schema.pop("x-guidance", None) if isinstance(schema, dict) else None
+            kept = translated(schema)
+            kept = {**({"allOf": [kept]} if isinstance(kept, bool) else kept)}
+            parts.append(" " + json.dumps(kept if options is None else {"x-guidance": options, **kept}))
+    return "".join([*parts, lark[at:]])
+
+
+def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
+    """`schema` without what the engine can't keep, and the words that are left out or mean less than they say."""
+    try:
+        return _loosened(json.dumps(schema))
+    except (RecursionError, ValueError):
+        return True, ("schema",)
+
+
+def settled(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+    """A constraint as the engine takes it: a schema that need not hold whole (`loose_schema`) without what can't be kept,
+    and the names of that as response_format.WORD."""
+    if grammar is None or grammar[0] != "loose_schema":
+        return grammar, ()
+    schema, words = loosened(json.loads(grammar[1]))
+    return ("json_schema", json.dumps(schema)), tuple(f"response_format.{word}" for word in words)
+
+
+@lru_cache(maxsize=512)  # an agent sends the same tools with every turn
+def _translated(text: str) -> tuple[Schema, tuple[str, ...]]:
+    translator = Translator(json.loads(text))
+    result = translator.whole()
+    return result, tuple(sorted(translator.left_out))
+
+
+@lru_cache(maxsize=512)
+def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
+    result, words = _translated(text)
+    found = set(words)
+    if holds(result):
+        result = _without_what_breaks(result, found)
+    return result, tuple(sorted(found))
+
+
+def _without_what_breaks(schema: Schema, found: set[str]) -> Schema:
+    """`schema` without as few words as make it one that can be kept, tried for a limited time. They are added to
+    `found`."""
+    if isinstance(schema, bool):
+        found.add("schema")
+        return True
+    until = time.monotonic() + _SEARCH_S
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and "$defs" not in schema:  # one that breaks costs the others nothing
+        for name, inner in properties.items():
+            if holds(inner):
+                fewer = _fewer_words(inner, found, until)
+                properties = {**properties, name: True if fewer is None else fewer}
+                if fewer is None:
+                    found.add(name)
+        schema = {**schema, "properties": properties}
+        if not holds(schema):
+            return schema
+    fewer = _fewer_words(schema, found, until)
+    if fewer is None:
+        found.add("schema")
+        return True
+    return fewer
+
+
+def _fewer_words(schema: Schema, found: set[str], until: float) -> Schema | None:
+    for some in [*({word} for word in _AT_TIMES), *(set(_AT_TIMES[:n]) for n in range(2, len(_AT_TIMES) + 1))]:
+        more: set[str] = set()
+        rest: Schema = _without(schema, some, more)
+        if time.monotonic() > until:
+            return None
+        if more and not holds(rest):
+            found |= more
+            return rest
+    return None
+
+
+def _without(schema: Any, words: set[str], found: set[str]) -> Any:
+    if isinstance(schema, list):
+        return [_without(inner, words, found) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rest: dict[str, Any] = {}
+    for word, value in schema.items():
+        if word in words:
+            found.add(word)
+        elif word in ("properties", "patternProperties", "$defs"):
+            rest[word] = {name: _without(inner, words, found) for name, inner in value.items()}
+        else:
+            rest[word] = value if word in INERT else _without(value, words, found)
+    return rest

@@ -1,0 +1,284 @@
+"""`oneOf`, `not` and `if`, which the grammar engine does not know, said with words that it does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+# The type that a word speaks of, and the word that allows what it does not, with the step between them.
+_OPPOSITE: Mapping[str, tuple[str, str, int]] = {
+    "minimum": ("number", "exclusiveMaximum", 0), "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0), "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
+}  # fmt: skip
+_SPEAKS_OF: Mapping[str, str] = {
+    **{word: kind for word, (kind, _, _) in _OPPOSITE.items()}, "multipleOf": "number", "pattern": "string",
+    "format": "string", "items": "array", "prefixItems": "array", "properties": "object", "required": "object",
+    "patternProperties": "object", "additionalProperties": "object",
+}  # fmt: skip
+_MOST_NESTED = 6
+# Pairs of alternatives are compared one by one.
+_MOST_PAIRS = 2_000
+_MOST_LETTERS = 2_000
+# What a grammar may cost to make: about a second (llguidance counts its own steps).
+_FUEL, _SIZE = 2_000_000, 100_000
+
+
+def holds(schema: Any) -> str:
+    """Why no grammar of `schema` can be made, in one line; empty where one can. Which vocabulary it is for makes no
+    difference."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_SIZE, verbose_errors=False)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(
+            json.dumps({"allOf": [schema]} if isinstance(schema, bool) else schema)
+        )
+    except ValueError as e:
+        return str(e)
+    said = LLMatcher.validate_grammar(grammar, None, limits=limits).strip()
+    return said.splitlines()[0] if said else ""
+
+
+def empty(schema: Mapping[str, Any]) -> bool:
+    """True where nothing matches `schema`, and llguidance can tell. Words that it does not know are passed over."""
+    return "Unsatisfiable" in holds({**schema, "x-guidance": {"lenient": True}})
+
+
+class Words:
+    """Says the words of schemas whose references lead to `definitions`; what can't be said goes to `left_out`."""
+
+    def __init__(self, definitions: Mapping[str, Any], left_out: set[str]) -> None:
+        self._definitions, self._left_out = definitions, left_out
+        self._pairs = 0
+        self._said: dict[str, Any] = {}
+
+    def said(self, schema: Any) -> Any:
+        """`schema` with other words for those that are not known, inside it too."""
+        if isinstance(schema, list):
+            return [self.said(inner) for inner in schema]
+        if not isinstance(schema, dict):
+            return schema
+        out: dict[str, Any] = {}
+        for word, value in schema.items():
+            if word in ("properties", "patternProperties"):
+                out[word] = {name: self.said(inner) for name, inner in value.items()}
+            elif word in ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if"):
+                out[word] = self.said(value)
+            else:
+                out[word] = value
+        more: list[Any] = []
+        ways, unwanted, condition = (out.pop(word, None) for word in ("oneOf", "not", "if"))
+        if ways is not None:
+            more.append(self._one_of(ways, out))
+        if unwanted is not None:
+            rest = self.negated(unwanted)
+            if rest is not None:
+                more.append(rest)
+            elif "const" in out or "enum" in out:
+                values = [out["const"]] if "const" in out else out["enum"]
+                more.append({"enum": [v for v in values if self._disjoint(unwanted, {"const": v})]})
+            elif not self._disjoint(unwanted, out):
+                self._left_out.add("not")
+        if condition is not None:
+            more.append(self._either(*condition))
+        more = [inner for inner in more if inner is not True]
+        if more:
+            if not out and len(more) == 1:
+                return more[0]
+            before = next((w for w in schema if w in ("properties", "oneOf", "if", "allOf")), "properties")
+            both = [*more, *out.pop("allOf", [])] if before != "allOf" else [*out.pop("allOf", []), *more]
+            out = {**out, "allOf": both} if before == "properties" else {"allOf": both, **out}
+        return out or True
+
+    def _either(self, condition: Any, then: Any, otherwise: Any) -> Any:
+        unless = self.negated(condition)
+        if unless is None:
+            self._left_out.add("if")
+            return True
+        return {"anyOf": [{"allOf": [condition, then]}, {"allOf": [unless, otherwise]}]}
+
+    def _one_of(self, ways: Sequence[Any], beside: Mapping[str, Any]) -> Any:
+        """Exactly one of `ways`: any where no two of them meet, else each without those that it meets."""
+        if len(ways) == 1:
+            return ways[0]
+        # A type of which two alternatives say nothing matches both.
+        kinds = [k for k in TYPES if sum(self._open_to(way, k) for way in ways) < 2]
+        if len(kinds) < len(TYPES):
+            held = [k for k in kinds if k in self._kinds(beside)]
+            beside = {**beside, "type": held}
+            if not held:
+                return False
+        alone: list[Any] = []
+        for i, way in enumerate(ways):
+            without: list[Any] = []
+            for j, other in enumerate(ways):
+                if i == j or self._disjoint(way, other, beside):
+                    continue
+                rest = self.negated(other)
+                if rest is None:
+                    self._left_out.add("oneOf")
+                    return {"anyOf": list(ways)}
+                without.append(rest)
+            alone.append({"allOf": [way, *without]} if without else way)
+        return {"anyOf": alone} if len(kinds) == len(TYPES) else {"type": kinds, "anyOf": alone}
+
+    def _open_to(self, schema: Any, kind: str, depth: int = 0) -> bool:
+        """True where `schema` is seen to allow everything of a type."""
+        if not isinstance(schema, dict) or depth > _MOST_NESTED:
+            return schema is True
+        for word, value in schema.items():
+            if word == "allOf":
+                good = all(self._open_to(inner, kind, depth + 1) for inner in value)
+            elif word == "anyOf":
+                good = any(self._open_to(inner, kind, depth + 1) for inner in value)
+            elif word == "$ref":
+                good = self._open_to(self._definition(value), kind, depth + 1)
+            else:
+                good = _SPEAKS_OF.get(word, kind) != kind
+            if not good:
+                return False
+        return True
+
+    def _definition(self, reference: str) -> Any:
+        """What a reference leads to, said in known words unless that is what is being done."""
+        name = reference.removeprefix("#/$defs/")
+        if name not in self._said:
+            self._said[name] = self._definitions.get(name, True)  # within itself
+            self._said[name] = self.said(self._said[name])
+        return self._said[name]
+
+    def definitions(self) -> dict[str, Any]:
+        """All definitions in known words."""
+        return {name: self._definition(name) for name in self._definitions}
+
+    def _disjoint(self, one: Any, other: Any, beside: Mapping[str, Any] | None = None) -> bool:
+        """True where nothing matches both, and that can be told."""
+        if one is False or other is False:
+            return True
+        first, second = self._kinds(one), self._kinds(other)
+        if not first & second:
+            return True
+        self._pairs += 1
+        if self._pairs > _MOST_PAIRS or one is True or other is True:
+            return False
+        parts = [one, other, *([{k: v for k, v in beside.items() if k != "allOf"}] if beside else [])]
+        return empty({"allOf": parts, "$defs": dict(self._definitions)} if self._definitions else {"allOf": parts})
+
+    def _kinds(self, schema: Any, depth: int = 0) -> set[str]:
+        """The types of what may match, at least."""
+        if not isinstance(schema, dict) or depth > _MOST_NESTED:
+            return set(TYPES) if schema is not False else set()
+        if "type" in schema:
+            kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+            return {"number" if k == "integer" else k for k in kinds}
+        if "$ref" in schema:
+            return self._kinds(self._definition(schema["$ref"]), depth + 1)
+        if "enum" in schema or "const" in schema:
+            return {_kind(value) for value in schema.get("enum", [schema.get("const")])}
+        if "anyOf" in schema:
+            return set().union(*(self._kinds(way, depth + 1) for way in schema["anyOf"]))
+        return set(TYPES)
+
+    def negated(self, schema: Any, depth: int = 0) -> Any:
+        """The schema of all that does not match `schema`; None where there is none."""
+        if isinstance(schema, bool):
+            return not schema
+        if depth > _MOST_NESTED:
+            return None
+        ways: list[Any] = []
+        for word, value in schema.items():
+            rest = self._against(word, value, schema, depth)
+            if rest is None:
+                return None
+            if rest is True:
+                return True
+            if rest is not False:
+                ways += rest["anyOf"] if set(rest) == {"anyOf"} else [rest]
+        if not ways:
+            return False
+        return ways[0] if len(ways) == 1 else {"anyOf": ways}
+
+    def _against(self, word: str, value: Any, schema: Mapping[str, Any], depth: int) -> Any:
+        """The schema of what one word forbids."""
+        if word in _OPPOSITE:
+            kind, other, step = _OPPOSITE[word]
+            return {"type": kind, other: value + step} if value + step >= 0 or not step else False
+        if word == "type":
+            kinds = [value] if isinstance(value, str) else value
+            others = [k for k in TYPES if k not in kinds]
+            if "integer" in kinds:
+                return None
+            return {"type": others} if others else False
+        if word == "required":
+            return {"anyOf": [{"type": "object", "properties": {name: False}} for name in value]}
+        if word == "properties":
+            wrong = {name: self.negated(inner, depth + 1) for name, inner in value.items()}
+            if None in wrong.values():
+                return None
+            ways = [
+                {"type": "object", "required": [name], "properties": {name: inner}}
+                for name, inner in wrong.items()
+                if inner is not False
+            ]
+            return {"anyOf": ways} if ways else False
+        if word in ("const", "enum"):
+            return _other_than([value] if word == "const" else value)
+        if word == "allOf":
+            parts = [self.negated(inner, depth + 1) for inner in value]
+            if None in parts:
+                return None
+            parts = [inner for inner in parts if inner is not False]
+            return {"anyOf": parts} if parts else False
+        if word == "anyOf":
+            parts = [self.negated(inner, depth + 1) for inner in value]
+            return None if None in parts else {"allOf": parts}
+        if word == "$ref":
+            return self.negated(self._definition(value), depth + 1)
+        return None
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    return {int: "number", float: "number", str: "string", list: "array"}.get(type(value), "object")
+
+
+def _other_than(values: Sequence[Any]) -> Any:
+    """The schema of everything but `values`; None where some are lists or objects."""
+    by_kind: dict[str, list[Any]] = {}
+    for value in values:
+        by_kind.setdefault(_kind(value), []).append(value)
+    if {"array", "object"} & set(by_kind) or sum(map(len, by_kind.get("string", []))) > _MOST_LETTERS:
+        return None
+    ways: list[Any] = [{"type": [k for k in TYPES if k not in by_kind]}]
+    if "boolean" in by_kind and len(set(by_kind["boolean"])) == 1:
+        ways.append({"const": not by_kind["boolean"][0]})
+    if "string" in by_kind:
+        ways.append({"type": "string", "pattern": f"^{_other_texts(by_kind['string'])}$"})
+    if "number" in by_kind:
+        marks = sorted(set(by_kind["number"]))
+        ways.append({"type": "number", "exclusiveMaximum": marks[0]})
+        ways += [{"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high} for low, high in pairwise(marks)]
+        ways.append({"type": "number", "exclusiveMinimum": marks[-1]})
+    return {"anyOf": ways}
+
+
+def _other_texts(texts: Sequence[str]) -> str:
+    """An expression for every text but these."""
+    tails: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            tails.setdefault(text[0], []).append(text[1:])
+    ways = [f"{re.escape(letter)}{_other_texts(rest)}" for letter, rest in tails.items()]
+    others = f"[^{''.join(map(re.escape, tails))}]" if tails else "(?s:.)"
+    expression = f"(?:{'|'.join([*ways, f'{others}(?s:.)*'])})"
+    return expression if "" in texts else f"{expression}?"

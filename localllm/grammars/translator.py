@@ -1,0 +1,423 @@
+"""A schema's own words in those that the grammar engine keeps: one draft, references that lead to `$defs`, no annotations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+from urllib.parse import unquote, urljoin
+
+from localllm.grammars.schema_words import TYPES, Words
+
+Schema: TypeAlias = bool | dict[str, Any]
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# Beyond 64 bits llguidance dies of bounds, and an integer has to end somewhere: up to here the ids of others fit.
+LARGEST = 4_000_000_000_000_000_000
+# Where values stand that are no schemas.
+INERT = frozenset({"const", "enum", "default", "examples", "example"})
+# llguidance's, of which the others are annotations, as the specification has them all (draft 2020-12, validation 7.2.1).
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
+_WITHOUT_PREFIX_ITEMS = (*_OLD_DRAFTS, "2019-09")
+# Words that ask for something no grammar here keeps.
+_NEVER = ("contains", "disallow", "divisibleBy", "extends", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_APPLIED = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependencies")
+# Words of one part of an allOf that may as well stand beside it.
+_MERGED = frozenset({"const", "enum", "type", "not", "pattern", "format", *_COUNTS[:2], *BOUNDS})
+_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
+_LITERAL = r"(?:[\w :/@-]|\\[.$/-])+"
+_NAMES = re.compile(rf"\^(?:({_LITERAL})|\(({_LITERAL}(?:\|{_LITERAL})*)\))\$")
+
+
+class Translator:
+    """Translates one schema; `left_out` are the words that it could not say."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.left_out: set[str] = set()
+        self._resources: dict[str, Any] = {"": root}
+        self._anchors: dict[tuple[str, str], Any] = {}
+        self._bases: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._pending: list[tuple[str, Any]] = []
+        said = root.get("$schema") if isinstance(root, dict) else None
+        self._old = isinstance(said, str) and any(draft in said for draft in _OLD_DRAFTS)
+        self._plain_items = isinstance(said, str) and any(draft in said for draft in _WITHOUT_PREFIX_ITEMS)
+        self._index(root, "")
+
+    def whole(self) -> Schema:
+        root = self._schema(self._root)
+        definitions: dict[str, Schema] = {}
+        while self._pending:
+            name, node = self._pending.pop()
+            definitions[name] = self._schema(node)
+        words = Words(definitions, self.left_out)
+        result: Schema = words.said(root)
+        if not definitions:
+            return result
+        return {**(result if isinstance(result, dict) else {"allOf": [result]}), "$defs": words.definitions()}
+
+    # --- references
+
+    def _index(self, node: Any, base: str) -> None:
+        """Learn where the names of schemas are, and which is whose base."""
+        if isinstance(node, list):
+            for inner in node:
+                self._index(inner, base)
+        if not isinstance(node, dict):
+            return
+        said = node.get("$id", node.get("id"))
+        if isinstance(said, str):
+            if said.startswith("#"):
+                self._anchors.setdefault((base, said[1:]), node)
+            else:
+                base = urljoin(base, said).partition("#")[0]
+                self._resources.setdefault(base, node)
+        for word in ("$anchor", "$dynamicAnchor"):
+            if isinstance(node.get(word), str):
+                self._anchors.setdefault((base, node[word]), node)
+        self._bases[id(node)] = base
+        for word, inner in node.items():
+            if word not in INERT:
+                self._index(inner, base)
+
+    def _target(self, node: Mapping[str, Any], reference: str) -> Any:
+        """What `reference` within `node` leads to; None where that is nothing here."""
+        base = self._bases.get(id(node), "")
+        uri = base + reference if reference.startswith("#") else urljoin(base, reference)
+        document, _, fragment = uri.partition("#")
+        found = self._resources.get(document)
+        fragment = unquote(fragment)
+        if not fragment:
+            return found
+        if not fragment.startswith("/"):
+            return self._anchors.get((document, fragment))
+        for part in fragment[1:].split("/"):
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and part.isdigit() and int(part) < len(found):
+                found = found[int(part)]
+            elif isinstance(found, dict):
+                found = found.get(part)
+            else:
+                return None
+        return found
+
+    def _reference(self, node: Mapping[str, Any]) -> Schema:
+        target = self._target(node, node["$ref"]) if isinstance(node["$ref"], str) else None
+        if isinstance(target, bool):
+            return target
+        if not isinstance(target, dict):
+            self.left_out.add("$ref")
+            return True
+        seen: set[int] = set()
+        while set(target) == {"$ref"} and isinstance(target["$ref"], str):
+            if id(target) in seen:
+                self.left_out.add("$ref")  # to itself, and nothing else
+                return True
+            seen.add(id(target))
+            further = self._target(target, target["$ref"])
+            if not isinstance(further, dict):
+                break
+            target = further
+        if id(target) not in self._names:
+            last = node["$ref"].rpartition("/")[2]
+            plain = re.fullmatch(r"[A-Za-z]\w*", last) and last not in self._names.values()
+            self._names[id(target)] = name = last if plain else f"d{len(self._names)}"
+            self._pending.append((name, target))
+        return {"$ref": f"#/$defs/{self._names[id(target)]}"}
+
+    # --- words
+
+    def _schema(self, node: Any) -> Schema:
+        if isinstance(node, bool):
+            return node
+        if not isinstance(node, dict):
+            self.left_out.add("schema")
+            return True
+        # What is null is not said.
+        node_ = {word: value for word, value in node.items() if value is not None or word == "const"}
+        if "$ref" in node_ and self._old:
+            return self._reference(node)
+        for word in _NEVER:
+            if word in node_ and not self._says_nothing(word, node_):
+                self.left_out.add(word)
+        out: dict[str, Any] = {}
+        self._type(node_, out)
+        self._numbers(node_, out)
+        self._texts(node_, out)
+        self._lists(node_, out)
+        more: list[Schema] = []
+        self._members(node_, out, more)
+        for word in ("const", "enum"):
+            if word in node_ and not self._listed(word, node_[word]):
+                continue
+            if word in node_:
+                out[word] = node_[word]
+        if "$ref" in node_:
+            more.append(self._reference(node))
+        for word in [w for w in node_ if w in ("anyOf", "oneOf", "allOf")]:
+            if word not in node_:
+                continue
+            if not isinstance(node_[word], list) or not node_[word]:
+                self.left_out.add(word)
+                continue
+            ways = [self._schema(inner) for inner in node_[word]]
+            if word == "allOf":
+                more += ways
+            elif word in out:
+                more.append({word: ways})
+            else:
+                out[word] = ways
+        if "not" in node_:
+            out["not"] = self._schema(node_["not"])
+        if "if" in node_ and ("then" in node_ or "else" in node_):
+            out["if"] = [self._schema(node_.get(word, True)) for word in ("if", "then", "else")]
+        more = [inner for inner in more if inner is not True]
+        for inner in [m for m in more if isinstance(m, dict) and set(m) <= _MERGED and not set(m) & set(out)]:
+            out.update(inner)
+            more.remove(inner)
+        if len(more) == 1 and not out:
+            return more[0]
+        if more:
+            # llguidance has members in the order in which words name them.
+            first = next((w for w in node_ if w in ("properties", *_APPLIED)), "properties")
+            out = {"allOf": more, **out} if first != "properties" else {**out, "allOf": more}
+        return out or True
+
+    def _says_nothing(self, word: str, node: Mapping[str, Any]) -> bool:
+        """True where an unsupported word has no effect, or is one that is supported under another name."""
+        value = node[word]
+        applied = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "contains")
+        if word == "unevaluatedProperties":
+            return value in (True, {}) or "additionalProperties" in node or not any(a in node for a in applied)
+        if word == "unevaluatedItems":
+            listed = "items" in node and not isinstance(node["items"], list)
+            return value in (True, {}) or listed or not any(a in node for a in applied)
+        return False
+
+    def _type(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        if "type" not in node:
+            return
+        sent = node["type"]
+        kinds = [sent] if isinstance(sent, str) else sent
+        kinds = [k.lower() if isinstance(k, str) else k for k in kinds] if isinstance(kinds, list) else [None]
+        if not kinds or not all(k in TYPES or k == "integer" for k in kinds):
+            self.left_out.add("type")
+            return
+        kinds = [k for k in dict.fromkeys(kinds) if k != "integer" or "number" not in kinds]
+        out["type"] = kinds[0] if len(kinds) == 1 else kinds
+
+    def _number(self, word: str, value: Any) -> bool:
+        good = type(value) in (int, float) and value == value and abs(value) != float("inf")
+        if not good:
+            self.left_out.add(word)
+        return good
+
+    def _numbers(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        bounds: dict[str, Any] = {}
+        for word in BOUNDS:
+            value = node.get(word)
+            if isinstance(value, bool) and word.startswith("exclusive"):  # draft 4
+                plain = word.removeprefix("exclusive").lower()
+                if value and plain in node and self._number(plain, node[plain]):
+                    bounds[word] = node[plain]
+            elif value is not None and self._number(word, value):
+                bounds[word] = value
+        far = {word for word, value in bounds.items() if abs(value) > LARGEST}
+        if any((bounds[word] > 0) == ("inimum" in word) for word in far):  # all that is allowed lies beyond
+            self.left_out |= far
+        out.update({word: value for word, value in bounds.items() if word not in far})
+        if "multipleOf" in node and self._number("multipleOf", node["multipleOf"]) and node["multipleOf"] > 0:
+            out["multipleOf"] = node["multipleOf"]
+
+    def _counts(self, node: Mapping[str, Any], out: dict[str, Any], words: Sequence[str]) -> None:
+        for word in words:
+            value = node.get(word)
+            if value is None:
+                continue
+            if type(value) in (int, float) and value >= 0 and value == int(value):
+                out[word] = int(value)
+            else:
+                self.left_out.add(word)
+
+    def _texts(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        self._counts(node, out, _COUNTS[:2])
+        if node.get("format") in _FORMATS:
+            out["format"] = node["format"]
+        if "pattern" in node:
+            if isinstance(node["pattern"], str) and not _BEYOND_REGULAR.search(node["pattern"]):
+                out["pattern"] = node["pattern"]
+            else:
+                self.left_out.add("pattern")
+
+    def _listed(self, word: str, value: Any) -> bool:
+        values = [value] if word == "const" else value
+        if isinstance(values, list) and not _beyond(values):
+            return True
+        self.left_out.add(word)
+        return False
+
+    def _lists(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        self._counts(node, out, _COUNTS[2:4])
+        items, first = node.get("items"), node.get("prefixItems")
+        if isinstance(items, list):
+            first, items = items, node.get("additionalItems")
+        elif first is not None and self._plain_items:
+            self.left_out.add("prefixItems")
+            first = None
+        if items is None and node.get("unevaluatedItems") is not None and "unevaluatedItems" not in self.left_out:
+            items = node["unevaluatedItems"]
+        if isinstance(first, list) and first:
+            out["prefixItems"] = [self._schema(inner) for inner in first]
+        elif first not in (None, []):
+            self.left_out.add("prefixItems")
+        if items is not None:
+            out["items"] = self._schema(items)
+        if node.get("uniqueItems") is True and not (out.get("maxItems", 2) < 2 or _no_list(out)):
+            self.left_out.add("uniqueItems")
+
+    def _members(self, node: Mapping[str, Any], out: dict[str, Any], more: list[Schema]) -> None:
+        self._counts(node, out, _COUNTS[4:])
+        named = self._named("properties", node)
+        patterns = self._named("patternProperties", node)
+        others = node.get("additionalProperties")
+        if others is None and "unevaluatedProperties" in node and "unevaluatedProperties" not in self.left_out:
+            others = node["unevaluatedProperties"]
+        extra: Schema = True if others is None else self._schema(others)
+        required = node.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            # `required: true` of draft 3 stands in the member itself, and is kept by its own object.
+            if not isinstance(required, bool):
+                self.left_out.add("required")
+            required = []
+        required = list(dict.fromkeys(required))
+        if "propertyNames" in node:
+            extra = self._names_held(self._schema(node["propertyNames"]), named, patterns, extra)
+        for pattern in [p for p in patterns if _NAMES.fullmatch(p)]:
+            value = patterns.pop(pattern)
+            for name in _names_of(pattern):
+                named[name] = {"allOf": [named[name], value]} if name in named else value
+        for name in required:
+            if name not in named and (patterns or extra is not True):
+                matching = [value for pattern, value in patterns.items() if _matches(pattern, name)]
+                named[name] = {"allOf": matching} if matching else extra
+        if named or node.get("properties") == {}:
+            out["properties"] = named
+        if patterns:
+            out["patternProperties"] = patterns
+        if required:
+            out["required"] = required
+        if extra is not True:
+            out["additionalProperties"] = extra
+        self._sizes(out, more)
+        kind = {"type": out["type"]} if "type" in out else {}
+        for name, needed in self._dependencies(node):
+            more.append({"anyOf": [{**kind, "properties": {name: False}}, needed]})
+
+    def _named(self, word: str, node: Mapping[str, Any]) -> dict[str, Schema]:
+        value = node.get(word, {})
+        if isinstance(value, dict):
+            return {name: self._schema({} if inner is None else inner) for name, inner in value.items()}
+        self.left_out.add("schema" if word == "properties" else word)
+        return {}
+
+    def _names_held(self, held: Schema, named: dict[str, Schema], patterns: dict[str, Schema], extra: Schema) -> Schema:
+        """What other members may be, where `held` is what every member's name must match."""
+        if held is True:
+            return extra
+        words = set(held) - {"type"} if isinstance(held, dict) else set()
+        if isinstance(held, dict) and "string" not in held.get("type", "string"):
+            held = False
+        if isinstance(held, dict) and words <= {"enum", "const"} and words:
+            allowed = [held["const"]] if "const" in held else held["enum"]
+            for name in allowed:
+                if isinstance(name, str) and name not in named:
+                    matching = [v for p, v in patterns.items() if _matches(p, name)]
+                    named[name] = {"allOf": matching} if matching else extra
+            for name in named:
+                named[name] = named[name] if name in allowed else False
+            patterns.clear()
+            return False
+        if isinstance(held, dict) and words <= {"pattern", "minLength", "maxLength"} and not patterns:
+            pattern = held.get("pattern")
+            if pattern is not None and len(words) == 1:
+                patterns[pattern] = extra
+            elif pattern is None:
+                low, high = held.get("minLength", 0), held.get("maxLength", "")
+                patterns[f"^(?s:.{{{low},{high}}})$"] = extra
+            if patterns:
+                (only,) = patterns
+                for name in named:
+                    named[name] = named[name] if _matches(only, name) else False
+                return False
+        if held is False:
+            named.update(dict.fromkeys(named, False))
+            patterns.clear()
+            return False
+        self.left_out.add("propertyNames")
+        return extra
+
+    def _sizes(self, out: dict[str, Any], more: list[Schema]) -> None:
+        """Numbers of members where some of the named ones may be left out."""
+        named, required = out.get("properties", {}), out.get("required", [])
+        free = [name for name in named if name not in required and named[name] is not False]
+        closed = out.get("additionalProperties") is False and "patternProperties" not in out
+        low, high = out.get("minProperties", 0), out.get("maxProperties")
+        if low <= len(required):
+            out.pop("minProperties", None)
+        elif free and low == len(required) + 1 and high is None:
+            del out["minProperties"]
+            kind = {"type": out["type"]} if "type" in out else {}
+            some: list[Schema] = [{**kind, "required": [name]} for name in free]
+            if not closed:
+                some.append({**kind, "properties": dict.fromkeys(free, False), "minProperties": low})
+            more.append({"anyOf": some})
+        if high is not None and closed and len(free) + len(required) <= high:
+            del out["maxProperties"]
+
+    def _dependencies(self, node: Mapping[str, Any]) -> list[tuple[str, Schema]]:
+        found: list[tuple[str, Schema]] = []
+        for word in ("dependencies", "dependentRequired", "dependentSchemas"):
+            value = node.get(word, {})
+            if not isinstance(value, dict) or (self._old and word != "dependencies"):
+                self.left_out |= {word} if word in node else set()
+                continue
+            for name, needed in value.items():
+                names = [needed] if isinstance(needed, str) else needed
+                if isinstance(names, list):
+                    needs: Schema = {"required": names} if names else True
+                else:
+                    needs = self._schema(needed)
+                if needs is not True:
+                    found.append((name, needs))
+        return found
+
+
+def _beyond(value: Any) -> bool:
+    """True where some number in `value` is one that the grammar engine can't write."""
+    if isinstance(value, list):
+        return any(map(_beyond, value))
+    if isinstance(value, dict):
+        return any(map(_beyond, value.values()))
+    return type(value) in (int, float) and not abs(value) <= LARGEST
+
+
+def _no_list(out: Mapping[str, Any]) -> bool:
+    kind = out.get("type", "array")
+    return "array" not in ([kind] if isinstance(kind, str) else kind)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _names_of(pattern: str) -> list[str]:
+    """The names that a pattern like ^(a|b)$ allows."""
+    found = _NAMES.fullmatch(pattern)
+    assert found is not None
+    return [re.sub(r"\\(.)", r"\1", name) for name in (found[1] or found[2]).split("|")]
