@@ -46,6 +46,8 @@ def settle(
             if candidate.name == builds.OWN or candidate.name in there:
                 _try_again(candidate, model, say)
                 builds.choose(candidate.name)
+                if candidate.name != recipe.name:
+                    say(f"`localllm setup --again` tries what would be better: {recipe.title}")
             else:
                 build = install.make(candidate, host, model, say, run, accept_slower=accept_slower)
                 builds.choose(build.name)

@@ -65,7 +65,7 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
 def assumed(device: Device, architecture: str = "") -> BuildHost:
     """An ordinary machine with that device: for showing what would be done on a machine that is not this one. No CUDA
     compiler, every driver up to date, the build that `make chat` makes (Metal on a Mac, the processor's elsewhere)."""
-    mac = device.accelerator == "metal"
+    mac = device.accelerator == "metal" or device.os == "macOS"
     arm = mac or device.family in ("GB10", "N1X", "Jetson")
     return BuildHost(
         system="macos" if mac else "windows" if device.os == "Windows" else "linux",

@@ -281,7 +281,9 @@ def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(tin
     assert "a C++ compiler" in told
     assert "because it is the next" in told
     # What is there goes first: nothing is fetched and tried a second time.
-    assert chain.settle(recipe, HOST, tiny_model, silent, run=lambda *_: 1) == "works"
+    assert chain.settle(recipe, HOST, tiny_model, said.append, run=lambda *_: 1) == "works"
+    assert "--again" in said[-1]
+    assert "a wheel" in said[-1]
 
 
 def test_where_no_recipe_works_every_reason_is_in_the_error_and_what_ran_still_runs(tiny_model: Path) -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from importlib import metadata
 
 _NOT_SAID = "not said by its metadata"
-# Those that the program runs with; the others are for developing it.
-_EXTRAS = ("mlx", "mlx-cuda", "starter")
+# Extras for developing the program; it runs with the others.
+_DEVELOPING = ("dev", "docs", "test")
 _CLASSIFIER = "License :: OSI Approved :: "
 
 
@@ -53,11 +53,15 @@ def licences(
 
 
 def installed(root: str) -> Iterator[Terms]:
-    """`root` and everything installed that it needs, by name; what only an extra would need where it is installed too."""
+    """`root` and everything installed that it or a registered backend needs, by name; what only an extra would need where it is
+    installed too."""
     from importlib import metadata
 
+    from localllm_backends import registry
+
     found: dict[str, Terms] = {}
-    waiting = [root]
+    backends = metadata.entry_points(group=registry.GROUP)
+    waiting = [root, *(backend.dist.name for backend in backends if backend.dist is not None)]
     while waiting:
         name = waiting.pop()
         key = re.sub(r"[-_.]+", "-", name).lower()
@@ -72,7 +76,7 @@ def installed(root: str) -> Iterator[Terms]:
             needed = re.match(r"[\w.-]+", requirement)
             # What an extra needs counts where it is one of ours for running; a library's extras are other programs' affair.
             extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
-            if needed and (extra is None or (key == root and extra[1] in _EXTRAS)):
+            if needed and (extra is None or (key == root and extra[1] not in _DEVELOPING)):
                 waiting.append(needed[0])
     yield from (found[key] for key in sorted(found))
 

@@ -62,7 +62,7 @@ def setup(
         machine, host = _machine(device)
         recipes = recipes_of(machine, host, backend)
         if rpc:
-            recipes = [with_rpc(recipe, host) for recipe in recipes if recipe.backend != "mlx"]
+            recipes = [with_rpc(recipe, host) for recipe in recipes if not recipe.into_environment]
         if dry_run:
             print("\n".join(lines(machine, recipes)))
         else:
