@@ -136,7 +136,7 @@ def _of_config(listing: Listing, selection: Selection) -> Model:
     patience = hub.Patience.from_environment()
     with (
         tempfile.TemporaryDirectory() as folder,
-        transfer.new_client(hub.headers(), patience, hub.endpoint()) as client,
+        transfer.new_client(hub.headers(anonymous=listing.anonymous), patience, hub.endpoint()) as client,
     ):
         target = Path(folder) / _CONFIG
         transfer.Fetch(client, hub.file_url(listing, _CONFIG), file, target, patience, lambda *_: None).run()

@@ -7,13 +7,15 @@ HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT (seconds); and HTTP(S)_PROXY, NO
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -29,6 +31,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_FILES = 20_000
 _MAX_FILE_BYTES = 4 * 10**12
 TOKEN_HINT = "if it is private or gated: accept its licence on the hub, then set HF_TOKEN or run `hf auth login`"
+_FORBIDDEN_HINT = "the hub's settings of the token or of the repository say so: see huggingface.co/settings/tokens"
+_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 LATER_HINT = "run the same command again: it goes on where it stopped"
 
 
@@ -87,12 +91,14 @@ class RepoFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at one commit. `left_out`: names of its files that are no names here, printable."""
+    """A repository at one commit. `left_out`: names of its files that are no names here, printable; `anonymous`: it is to
+    be asked without the user's token, which the hub refuses."""
 
     repo: str
     commit: str
     files: tuple[RepoFile, ...]
     left_out: tuple[str, ...] = ()
+    anonymous: bool = False
 
     def get(self, name: str) -> RepoFile | None:
         return next((f for f in self.files if f.name == name), None)
@@ -117,12 +123,28 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def headers() -> dict[str, str]:
-    """Who we are, with the user's token where there is one (HF_TOKEN, or a stored login)."""
+def headers(*, anonymous: bool = False) -> dict[str, str]:
+    """Who we are, with the user's token where there is one (HF_TOKEN, or a stored login) and we are not to be `anonymous`.
+
+    Raises UsageError for a token that can be none, and for folders of the hub's that are none.
+    """
     from huggingface_hub.utils import build_hf_headers
 
-    sent: dict[str, str] = build_hf_headers(library_name="localllm", library_version=__version__)
+    for name in _FOLDERS:
+        chosen = os.environ.get(name, "").strip()
+        if chosen and Path(chosen).expanduser().exists() and not Path(chosen).expanduser().is_dir():
+            raise UsageError(f"{name} is {chosen}, which is no folder", hint=f"unset {name}, or name a folder")
+    token = False if anonymous else None
+    sent: dict[str, str] = build_hf_headers(library_name="localllm", library_version=__version__, token=token)
+    key = sent.get("authorization", "")
+    if not (key.isascii() and key.isprintable()):
+        wrong = next(sign for sign in key if not (sign.isascii() and sign.isprintable()))
+        raise UsageError(f"{_token_place()} holds {wrong!r}, which no token does", hint="copy it anew from the hub")
     return sent
+
+
+def _token_place() -> str:
+    return "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else "the stored login (`hf auth login`)"
 
 
 def file_url(listing: Listing, name: str) -> str:
@@ -140,20 +162,34 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
     from huggingface_hub.utils import get_session
 
     patience = patience or Patience.from_environment()
+    has_token, refusal = "authorization" in headers(), ""
     api = HfApi(endpoint=endpoint(), library_name="localllm", library_version=__version__)
     rule = RedirectRule(endpoint())
     failures = 0
     while True:
         try:
             with rule.over(get_session()):
-                info = api.model_info(repo, revision=revision or None, files_metadata=True, timeout=patience.connect_s)
-            return _checked(repo, info)
+                info = api.model_info(
+                    repo,
+                    revision=revision or None,
+                    files_metadata=True,
+                    timeout=patience.connect_s,
+                    token=False if refusal else None,
+                )
+            if refusal:
+                logging.getLogger(__name__).warning(f"{refusal}: {repo} is public, and is asked for without it")
+            return replace(_checked(repo, info), anonymous=bool(refusal))
         except DownloadError:
             raise
         except Exception as e:  # huggingface-hub stands on three HTTP libraries by version; each has its own errors
-            trouble = _explain(e, repo, revision)
+            if has_token and not refusal and getattr(getattr(e, "response", None), "status_code", None) == 401:
+                refusal = f"the hub refuses {_token_place()}: it has expired, was withdrawn or is mistyped"
+                continue
+            trouble = _explain(e, repo, revision, refusal)
             failures += 1
             if not isinstance(trouble, HubUnreachableError) or failures >= patience.listing_failures:
+                raise trouble from e
+            if trouble.is_lasting:
                 raise trouble from e
             if trouble.retry_after_s is not None and trouble.retry_after_s > patience.longest_asked_s:
                 raise trouble from e
@@ -164,9 +200,13 @@ class HubUnreachableError(DownloadError):
     """The hub can't be asked now: down, out of reach, or limiting us. `retry_after_s` is what it asked for."""
 
     code = "hub_unreachable"
+    # Asking again at once is no use: somebody else answers in the hub's place.
+    is_lasting = False
 
 
-def _explain(error: Exception, repo: str, revision: str) -> DownloadError | ModelNotFoundError | UsageError:
+def _explain(
+    error: Exception, repo: str, revision: str, refusal: str = ""
+) -> DownloadError | ModelNotFoundError | UsageError:
     from huggingface_hub import errors as hub_errors
 
     host = urlsplit(endpoint()).hostname
@@ -178,14 +218,24 @@ def _explain(error: Exception, repo: str, revision: str) -> DownloadError | Mode
         return UsageError(f"{repo!r} is not a repository name", hint="repositories look like org/name")
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
-    if isinstance(error, hub_errors.GatedRepoError) or status == 403:
-        return DownloadError(f"{repo} is gated, and we have no access to it", hint=TOKEN_HINT)
+    if isinstance(error, hub_errors.GatedRepoError):
+        refused = f" ({refusal})" if refusal else ""
+        return DownloadError(f"{repo} is gated, and we have no access to it{refused}", hint=TOKEN_HINT)
+    if status == 403:
+        return forbidden(str(host), repo, response)
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return DownloadError(f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`")
     if isinstance(error, hub_errors.RepositoryNotFoundError) or status in (401, 404):
+        if refusal:
+            said = f"{refusal}; without it {host} shows no repository {repo}"
+            return ModelNotFoundError(said, hint="renew the token (huggingface.co/settings/tokens) or unset it")
         return ModelNotFoundError(
             f"{host} has no repository {repo} that we may see", hint=f"check the name; {TOKEN_HINT}"
         )
+    if isinstance(error, ValueError) and str(getattr(error, "doc", "")).lstrip().startswith("<"):
+        return _page_instead(str(host))
+    if isinstance(error, KeyError | TypeError | AttributeError | ValueError) and status is None:
+        return _unusable(repo, f"it is not written as the hub's are ({error})")
     if status is None:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         return HubUnreachableError(
@@ -202,6 +252,26 @@ def _explain(error: Exception, repo: str, revision: str) -> DownloadError | Mode
     if status in (408, 425) or status >= 500:
         return HubUnreachableError(f"{host} answered {status} about {repo}", hint="try again later")
     return DownloadError(f"{host} answered {status} about {repo}")
+
+
+def forbidden(host: str, what: str, response: Any) -> DownloadError:
+    """Why a 403 came: in the hub's own words (X-Error-Message), else from something between us and the hub."""
+    said = names.shown(str(response.headers.get("X-Error-Message") or ""))[:300]
+    if said:
+        return DownloadError(f"{host} refuses {what}: {said}", hint=_FORBIDDEN_HINT)
+    return DownloadError(
+        f"{what} is blocked on the way to {host}: a 403 came that is not the hub's (a firewall or a proxy)",
+        hint="ask whoever runs this network, try another one, or name a mirror in HF_ENDPOINT",
+    )
+
+
+def _page_instead(host: str) -> HubUnreachableError:
+    found = HubUnreachableError(
+        f"a web page came instead of {host}'s answer: the network's login page (captive portal), or a proxy's",
+        hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, check that it is a hub",
+    )
+    found.is_lasting = True
+    return found
 
 
 def retry_after(sent: Any) -> float | None:

@@ -67,7 +67,7 @@ def split_parts(name: str) -> list[str]:
 
 
 _RAW_PART = re.compile(
-    r"(?P<whole>.+\.gguf)(?:[.-]split-?[a-z0-9]{1,3}|[.-]part-?[0-9a-z]{1,3}(?:-?of-?[0-9]{1,3})?|\.[0-9]{2,3})",
+    r"(?P<whole>.+\.gguf)(?:[.-]split-?[a-z0-9]{1,5}|[.-]part-?[0-9a-z]{1,5}(?:-?of-?[0-9]{1,3})?|\.[0-9]{2,3})",
     re.IGNORECASE,
 )
 

@@ -235,7 +235,7 @@ def _bring(
     _check_space(cache, folder, missing, reserve_bytes, listing.repo)
     if missing:
         address = hub.endpoint()
-        with transfer.new_client(hub.headers(), patience, address) as client:
+        with transfer.new_client(hub.headers(anonymous=listing.anonymous), patience, address) as client:
             for file in files:
                 if file in missing:
                     check = _check_kind if file in selection.files and is_gguf(file.name) else None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import DownloadError
-from localllm.library.hub import LATER_HINT, TOKEN_HINT, Patience, RedirectRule, RepoFile, retry_after
+from localllm.library.hub import LATER_HINT, TOKEN_HINT, Patience, RedirectRule, RepoFile, forbidden, retry_after
 from localllm.library.store import new_digest
 
 if TYPE_CHECKING:
@@ -222,6 +222,11 @@ class Fetch:
         if response.history:
             # The address behind the redirect is signed and expires: the next try gets a fresh one from the hub.
             raise _Retry(f"{host} no longer gives it out ({status})")
+        if status == 401 and self._client.headers.pop("authorization", None) is not None:
+            # A hub that answers 401 to a token does not know it (any more): a public file comes without.
+            raise _Retry(f"{host} refuses our token (HF_TOKEN, or the stored login)")
+        if status == 403 and response.headers.get("X-Error-Code") != "GatedRepo":
+            raise forbidden(str(host), self._file.name, response)
         if status in (401, 403):
             raise DownloadError(f"{host} refuses {self._file.name} ({status})", hint=TOKEN_HINT)
         raise DownloadError(

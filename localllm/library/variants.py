@@ -83,7 +83,7 @@ def _mlx(listing: Listing) -> Selection | None:
 def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = None) -> Model:
     """The Model that the header of a GGUF file says, of which only the beginning is fetched: that of the first of
     `there` which is one. Raises DownloadError."""
-    key = {k: v for k, v in hub.headers().items() if k == "authorization"}
+    key = {k: v for k, v in hub.headers(anonymous=listing.anonymous).items() if k == "authorization"}
     first: ModelFileError | None = None
     for selection in there[:_MOST_HEADERS]:
         try:

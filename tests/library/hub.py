@@ -128,7 +128,7 @@ class Hub:
     """What the server holds and does. `pause_after` bytes of content it stops, sets `paused`, and waits for `resume`.
 
     `fill_disk` is called by the fault "disk full" while content is on its way. `api_location` is where it says the API
-    has moved (to be asked under the same path).
+    has moved (to be asked under the same path). `scripted` answers in its place (None: as the hub would).
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -136,6 +136,7 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     api_override: dict[str, Any] = field(default_factory=dict)
     api_location: str = ""
+    scripted: Callable[[Seen], tuple[int, bytes, dict[str, str]] | None] | None = None
     retry_after: str = "1"
     pause_after: int = 0
     paused: threading.Event = field(default_factory=threading.Event)
@@ -182,7 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
         seen = Seen(kind, self.command, path, self.headers.get("Range", ""), self.headers.get("Authorization", ""))
         hub.seen.append(seen)
         try:
-            if kind == "api" and hub.api_location and self.headers["Host"] not in hub.api_location:
+            scripted = hub.scripted(seen) if hub.scripted is not None else None
+            if scripted is not None:
+                status, body, headers = scripted
+                self._plain(status, body, headers.pop("Content-Type", "application/json"), headers)
+            elif kind == "api" and hub.api_location and self.headers["Host"] not in hub.api_location:
                 self._plain(307, b"", headers={"Location": hub.api_location + self.path})
             elif path.startswith("/api/models/"):
                 self._listing(hub, path.removeprefix("/api/models/"), seen)
