@@ -45,6 +45,8 @@ class DeviceRow:
     cpu: tuple[str, ...] = ()
     pci: tuple[str, ...] = ()
     note: str = ""
+    cores: int = 0
+    vectors: str = ""
 
     @property
     def bandwidth(self) -> Figure | None:

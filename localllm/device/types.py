@@ -78,7 +78,8 @@ class Device:
 
     `memory` is the pool weights and KV live in; `host` the system memory beside a discrete GPU (None where it is the
     same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision; `matrix_rates` are what a processor
-    makes of matrices with the installed llama.cpp, as far as that was timed (none of a GPU). `match` is the devices.toml row.
+    makes of matrices with the installed llama.cpp, as far as that was timed (none of a GPU). `match` is the devices.toml row,
+    `cpu_vectors` the widest vectors the processor computes with ("AVX-512", "" = not known).
     `n_gpus` cards can share a model layer by layer: `memory` is their sum, compute is one card's; `cards` is each of several by
     itself (empty: not known apart), and `number` a card's place among the accelerators, by PCI address.
     """
@@ -100,6 +101,7 @@ class Device:
     os: str = ""
     cpu: str = ""
     n_cpu_cores: int = 0
+    cpu_vectors: str = ""
     match: str = ""
     simulated: bool = False
     n_gpus: int = 1
@@ -173,6 +175,7 @@ def device_to_json(device: Device) -> dict[str, Any]:
         "os": device.os or None,
         "cpu": device.cpu or None,
         "n_cpu_cores": device.n_cpu_cores or None,
+        "cpu_vectors": device.cpu_vectors or None,
         "match": device.match or None,
         "findings": [{"level": f.level, "message": f.message, "fix": f.fix} for f in device.findings],
     }

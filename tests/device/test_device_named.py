@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import re
+from pathlib import Path
+
 import pytest
 
-from localllm.device import table
-from localllm.device.named import nearest, overridden, resolve
+from localllm.device import cpus, table
+from localllm.device.lookup import nearest
+from localllm.device.named import overridden, resolve
 from localllm.device.types import DeviceNotFoundError
 from localllm.errors import NotFoundError, UsageError
 
@@ -218,3 +223,144 @@ def test_a_size_behind_a_card_is_the_computers_memory(typed: str, gb: int) -> No
     host = resolve(typed).host
     assert host is not None
     assert host.total_bytes == gb << 30
+
+
+# --- names as people type them ---------------------------------------------------------------------------------------
+
+
+def _typed_names() -> list[list[str]]:
+    text = Path(__file__).with_name("names.csv").read_text(encoding="utf-8")
+    return list(csv.reader(text.splitlines()))[1:]
+
+
+@pytest.mark.parametrize(("typed", "named", "gbps", "gib"), _typed_names(), ids=[row[0] for row in _typed_names()])
+def test_names_people_typed(typed: str, named: str, gbps: str, gib: str) -> None:
+    if named.startswith(("ERR", "ask")):
+        with pytest.raises((DeviceNotFoundError, UsageError)):
+            resolve(typed)
+        return
+    device = resolve(typed)
+    assert named in device.name or named in device.match
+    if gbps:
+        assert device.bandwidth_gbps is not None
+        assert device.bandwidth_gbps.value == pytest.approx(float(gbps), rel=0.02)
+    if gib:
+        assert device.memory.total_bytes / GIB == pytest.approx(float(gib), rel=0.06)
+
+
+DISCRETE = [row for row in table.rows() if row.kind == "discrete"]
+SUFFIXES = ("Ti", "SUPER", "XT", "XTX", "GRE", "D", "Laptop", "Mobile", "Max-Q", "Ada", "PRO")
+
+
+def _bare_name(row: table.DeviceRow) -> str:
+    return re.sub(r"\s*\d+ GB\b", "", row.name)
+
+
+@pytest.mark.parametrize("row", DISCRETE, ids=lambda row: row.name)
+def test_a_card_answers_to_its_name_however_it_is_decorated(row: table.DeviceRow) -> None:
+    name, size = _bare_name(row), row.memory_gb[0]
+    plain = re.sub(r"^(GeForce|Radeon|Tesla|Instinct) ", "", name)
+    spellings = [
+        f"{row.vendor} {row.name}",
+        row.name.upper(),
+        row.name.lower(),
+        f"{name} {size:g}GB",
+        f"{plain.replace(' ', '-')} {size:g}gb",
+        f"{plain} GPU, {size:g} GB",
+        f"1x {plain} {size:g}GB",
+        f"ASUS TUF {plain} {size:g}GB",
+        f"my pc with {plain} {size:g}GB",
+        f"{plain} {size:g}GB + 64GB DDR5",
+        re.sub(r"(RTX|GTX|RX) (?=[0-9])", r"\1", f"{plain} {size:g}GB"),
+    ]
+    for typed in spellings:
+        device = resolve(typed)
+        assert device.bandwidth_gbps == row.bandwidth, typed
+        assert re.sub(r"\s*\d+ GB\b", "", device.match).startswith(name), typed
+    for typed in (
+        f"2x {plain} {size:g}GB",
+        f"2x{plain} {size:g}GB",
+        f"dual {plain} {size:g}GB",
+        f"{row.name} + {row.name}",
+    ):
+        assert resolve(typed).n_gpus == 2, typed
+    ram = resolve(f"{plain} {size:g}GB, 64gb ram")
+    assert ram.host is not None
+    assert ram.host.total_bytes == 64 * GIB
+
+
+@pytest.mark.parametrize("row", DISCRETE, ids=lambda row: row.name)
+def test_a_suffix_more_or_less_is_another_part(row: table.DeviceRow) -> None:
+    """It is the row that is called just that, or nobody's."""
+    words = _bare_name(row).split()
+    asked = [" ".join(w for w in words if w != gone) for gone in words if gone in SUFFIXES]
+    asked += [f"{_bare_name(row)} {more}" for more in SUFFIXES]
+    for typed in asked:
+        try:
+            found = resolve(typed)
+        except DeviceNotFoundError:
+            continue
+        other = next(r for r in DISCRETE if r.name == found.match)
+        said = typed.replace("Mobile", "Laptop")
+        alike = {w.lower() for w in (said.replace("Max-Q", "Laptop") if "GeForce" in said else said).split()}
+        more = {w.lower() for w in SUFFIXES}
+        # Only one part is called W7900 or R9700, PRO or not.
+        lettered = {"pro"} if re.search(r"\b[RW][0-9]{4}\b", typed) else set()
+        assert {w.lower() for w in _bare_name(other).split()} & more - lettered == alike & more - lettered, (
+            typed,
+            found.match,
+        )
+
+
+@pytest.mark.parametrize(
+    ("typed", "cores", "vectors", "gbps"),
+    [
+        ("EPYC 7302P 256GB", 16, "AVX2", 204.8),
+        ("i5-12600k 32gb", 10, "AVX2", 76.8),
+        ("i5-12600 32gb", 6, "AVX2", 76.8),
+        ("i9-9900X 64gb", 10, "AVX-512", 93.9),
+        ("Ryzen 9 9900X 64gb ddr5-6000", 12, "AVX-512", 96.0),
+        ("13700H laptop 16gb", 14, "AVX2", 76.8),
+        ("Xeon Gold 6430 512GB", 32, "AMX", 307.2),
+        ("AMD Ryzen 7 PRO 5750G 32GB", 8, "AVX2", 51.2),
+        ("Threadripper PRO 5995WX, 8 channels, 512GB", 64, "AVX2", 204.8),
+        ("8GB laptop", 4, "AVX2", 51.2),
+    ],
+)
+def test_a_processor_has_cores_vectors_and_channels(typed: str, cores: int, vectors: str, gbps: float) -> None:
+    device = resolve(typed)
+    assert (device.kind, device.accelerator) == ("system", "cpu")
+    assert (device.n_cpu_cores, device.cpu_vectors) == (cores, vectors)
+    assert device.bandwidth_gbps is not None
+    assert device.bandwidth_gbps.value == pytest.approx(gbps, rel=0.01)
+
+
+def test_the_processor_beside_cards_computes_what_they_do_not_hold() -> None:
+    device = resolve("i9-13900k + rtx 4090 + 64gb ddr5")
+    assert (device.n_cpu_cores, device.n_gpus, device.match) == (24, 1, "GeForce RTX 4090")
+    assert device.host is not None
+    assert device.host.total_bytes == 64 * GIB
+    assert device.host_bandwidth_gbps is not None
+    assert device.host_bandwidth_gbps.value == pytest.approx(89.6)
+
+
+@pytest.mark.parametrize(
+    ("printed", "line", "cores"),
+    [
+        ("12th Gen Intel(R) Core(TM) i7-12700H", "Core 12th/13th gen mobile", 14),
+        ("Intel(R) Xeon(R) CPU E5-2690 v4 @ 2.60GHz", "Xeon E5 v4", 14),
+        ("AMD EPYC 9654 96-Core Processor", "EPYC 9004", 96),
+        ("AMD Ryzen AI 9 365 w/ Radeon 880M", "Ryzen AI 300", 10),
+    ],
+)
+def test_a_processor_is_known_by_the_name_its_system_prints(printed: str, line: str, cores: int) -> None:
+    found = cpus.of_name(printed)
+    assert found is not None
+    assert (found.line, found.cores) == (line, cores)
+
+
+@pytest.mark.parametrize(
+    "name", ["AMD Radeon RX 7900 XTX", "NVIDIA GeForce RTX 4090", "QEMU Virtual CPU version 2.5+", ""]
+)
+def test_a_number_of_a_card_is_no_processor(name: str) -> None:
+    assert cpus.of_name(name) is None

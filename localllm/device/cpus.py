@@ -1,0 +1,104 @@
+"""Processors by name, as systems print them and people type them: cores, memory channels, widest vectors (cpus.toml)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """One part: its line, cores, memory channels of 64 bits of one socket, what memory goes there ("DDR5-4800", the usual
+    first), and the widest vectors it computes with. `brand`: words of which one is said before its number."""
+
+    name: str
+    line: str
+    cores: int
+    channels: int
+    memory: tuple[str, ...]
+    vector: str
+    source: str
+    brand: tuple[str, ...]
+
+
+# What stands between a brand and a number: tiers, and what a shop adds.
+_BETWEEN = {
+    "intel", "amd", "core", "ryzen", "threadripper", "epyc", "xeon", "ultra", "ai", "pro", "hx", "gold", "silver", "platinum",
+    "e5", "e7", "w", "w3", "w5", "w7", "w9", "i3", "i5", "i7", "i9", "3", "5", "7", "9", "cpu", "processor",
+}  # fmt: skip
+# Letters behind an Intel desktop part that change neither cores nor memory.
+_PLAIN_LETTERS = ("K", "KF", "KS", "F", "T", "S", "E", "TE")
+
+
+@cache
+def _index() -> dict[str, tuple[Processor, ...]]:
+    listed: dict[str, list[Processor]] = {}
+    text = Path(__file__).with_name("cpus.toml").read_text(encoding="utf-8")
+    lines = tomllib.loads(text)["line"]
+    for line in lines:
+        for part, found in _parts(line):
+            listed.setdefault(part, []).append(found)
+    for line in lines:  # those with letters, where they are not parts of their own
+        for part, found in _parts(line):
+            base = part.rstrip("K") if line.get("desktop") else part
+            letters = _PLAIN_LETTERS if line.get("desktop") else ("P",) if "epyc" in line["brand"] else ()
+            for more in letters:
+                known = listed.setdefault(base + more, [])
+                if all(other.line != found.line for other in known):
+                    known.append(replace(found, name=found.name.replace(part, base + more)))
+    return {part: tuple(found) for part, found in listed.items()}
+
+
+def _parts(line: dict[str, object]) -> Iterator[tuple[str, Processor]]:
+    cores: dict[str, str] = line["cores"]  # type: ignore[assignment]
+    for n, parts in cores.items():
+        for part in parts.split():
+            name = f"{_family(str(line['name']))} {part.replace('-', ' ')}"
+            yield part, Processor(
+                name, str(line["name"]), int(n), int(str(line["channels"])), tuple(line["memory"]),  # type: ignore[arg-type]
+                str(line["vector"]), str(line["source"]), tuple(line["brand"]),  # type: ignore[arg-type]
+            )  # fmt: skip
+
+
+def _family(line: str) -> str:
+    """ "Core Ultra" of "Core Ultra 200S": the words before the first that has a digit."""
+    return " ".join(re.split(r"\s(?=\S*[0-9])|\sX\b", line)[0].split())
+
+
+def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
+    """The processor that these words (lower case) name and the words that are left; None where they name none. A number
+    alone names one only with letters that no other part has (13900k, 9800x3d): others are graphics cards' numbers too."""
+    for i, word in enumerate(words):
+        end = i + 1
+        part = word.upper()
+        following = words[end] if end < len(words) else ""
+        if re.fullmatch(r"v[2-6]|extreme", following):
+            joined = f"{part}-EXTREME" if following == "extreme" else part + following.upper()
+            part, end = (joined, end + 1) if joined in _index() else (part, end)
+        start = i
+        while start and words[start - 1] in _BETWEEN:
+            start -= 1
+        said = set(words[start:i])
+        found = [p for p in _index().get(part, ()) if said & set(p.brand)]
+        if (
+            not found
+            and len(_index().get(part, ())) == 1
+            and re.fullmatch(r"[0-9]{4,5}[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}", part)
+        ):
+            found = list(_index()[part])
+        if found:
+            # The line whose brand is said most closely: "ai" of "ryzen ai".
+            best = max(found, key=lambda p: len(said & set(p.brand)))
+            return best, (*words[:start], *words[end:])
+    return None
+
+
+def of_name(name: str) -> Processor | None:
+    """The processor of a name as a system prints it: "12th Gen Intel(R) Core(TM) i7-12700H", "AMD EPYC 9654 96-Core Processor"."""
+    text = re.sub(r"\((?:tm|r)\)|™|®|@.*", " ", name.lower())
+    found = named(re.sub(r"[^a-z0-9]+", " ", text).split())
+    return found[0] if found else None

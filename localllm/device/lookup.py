@@ -1,0 +1,184 @@
+"""Rows of the table by typed words: the whole name, a nickname, or one that lacks nothing by which parts are told apart."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+
+from localllm.device import table, typed
+from localllm.device.table import DeviceRow
+from localllm.device.typed import FORMS, SUFFIXES, Typed
+
+# Nicknames that no row's name contains.
+_NICKNAMES = {
+    "strix halo": "ryzen ai max+ 395", "framework desktop": "ryzen ai max+ 395",
+    "gmktec evo x2": "ryzen ai max+ 395", "evo x2": "ryzen ai max+ 395", "radeon 8060s": "ryzen ai max+ 395",
+    "8060s": "ryzen ai max+ 395", "radeon 8050s": "ryzen ai max 390", "gorgon halo": "ryzen ai max+ pro 495",
+    "strix point": "ryzen ai 9 hx 370", "krackan point": "ryzen ai 7 350", "lunar lake": "core ultra 200v",
+    "panther lake": "core ultra x7", "dgx spark": "dgx spark founders edition",
+    "spark": "dgx spark founders edition", "gb10": "dgx spark founders edition",
+    "project digits": "dgx spark founders edition", "rtx spark": "rtx spark n1x", "h100": "h100 sxm5",
+    "h100 sxm": "h100 sxm5", "h100 pcie": "h100 pcie", "h200": "h200 sxm", "a100": "a100 sxm4",
+    "a100 pcie": "a100 pcie", "rtx pro 6000": "rtx pro 6000 blackwell", "rtx 6000 ada": "rtx 6000 ada generation",
+    "iphone 17 pro max": "iphone 17 pro", "a19 pro": "iphone 17 pro", "macbook neo": "a18 pro",
+    "orin nano": "jetson orin nano super", "jetson nano super": "jetson orin nano super",
+    "jetson orin nano": "jetson orin nano super", "jetson thor": "jetson agx thor", "agx thor": "jetson agx thor",
+    "thor": "jetson agx thor", "agx orin": "jetson agx orin", "orin nx": "jetson orin nx", "780m": "ryzen 7 7840u",
+    "890m": "ryzen ai 9 hx 370", "a6000 ada": "rtx 6000 ada generation", "rtx a6000 ada": "rtx 6000 ada generation",
+    "gmktec evo x2 395": "ryzen ai max+ 395", "bosgame m5": "ryzen ai max+ 395", "beelink gtr9": "ryzen ai max+ 395",
+    "hp z2 mini g1a": "ryzen ai max+ 395", "deck": "steam deck", "steamdeck": "steam deck", "steam deck lcd": "steam deck",
+    "gx10": "asus ascent gx10",
+}  # fmt: skip
+
+
+@cache
+def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
+    """Rows by the set of words that name them, memory sizes and core counts left out."""
+    index: dict[frozenset[str], list[DeviceRow]] = {}
+    for row in table.rows():
+        for alias in _aliases(row) if row.kind != "system" else ():
+            words = frozenset(typed.read(alias).words)
+            if words and row not in index.setdefault(words, []):
+                index[words].append(row)
+    return {words: tuple(found) for words, found in index.items()}
+
+
+def _aliases(row: DeviceRow) -> list[str]:
+    """The names a row answers to: its own with and without what stands in parentheses, each alternative of "A / B" and "A1,A2"."""
+    bare = re.sub(r"\([^)]*\)", " ", row.name)
+    aliases = [row.name.replace("(", " ").replace(")", " "), bare, *row.names, *row.cpu]
+    for alias in map(str.strip, bare.split("/")):
+        either = re.fullmatch(r"(.*\s)(\S+),(\w+)", alias)
+        aliases += [either[1] + either[2], either[1] + either[3]] if either else [alias]
+    if row.vendor == "Apple" and row.chip:
+        aliases.append(row.chip)
+    return aliases
+
+
+# Makers of cards that are words of machines too.
+_MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
+
+
+@cache
+def _nicknames() -> dict[frozenset[str], frozenset[str]]:
+    return {frozenset(typed.words(n)): frozenset(typed.read(meant).words) for n, meant in _NICKNAMES.items()}
+
+
+@cache
+def _known() -> frozenset[str]:
+    return frozenset(word for key in _index() for word in key) | {w for nick in _NICKNAMES for w in typed.words(nick)}
+
+
+def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+    """Rows that a part's words name, and the part as it was read then: a bare number at its end may be memory, and words of shops
+    and makers of boards say nothing. No rows where it names none, or several that are not the same part."""
+    plain = replace(part, words=typed.bare(part.words, _known()))
+    unmade = replace(plain, words=tuple(word for word in plain.words if word not in _MAKERS))
+    for tried in (part, plain, unmade):
+        if found := _named(tried.words, tried.memory_gb):
+            return found, tried
+        shorter = typed.without_number(tried)
+        if shorter is not None and shorter.memory_gb is not None:
+            sold = tuple(row for row in _named(shorter.words) if shorter.memory_gb in row.memory_gb)
+            if sold:
+                return sold, shorter
+    if part.count > 1:  # "evo x2" is one
+        return find(replace(part, words=typed.words(part.text), count=1))
+    return (), part
+
+
+def called(name: str) -> DeviceRow | None:
+    """The row that a typed name is letter by letter; of a kind of system memory, that it begins with ("DDR5-5600 dual-channel")."""
+    text = _spelled(name)
+    whole = next((row for row in table.rows() if _spelled(row.name) == text), None)
+    begun = [row for row in table.rows() if row.kind == "system" and text.startswith(f"{_spelled(row.name)} ")]
+    return whole or max(begun, key=lambda row: len(row.name), default=None)
+
+
+def _spelled(name: str) -> str:
+    return " ".join(re.sub(r"[^a-z0-9.]+", " ", name.lower()).split())
+
+
+def _named(words: tuple[str, ...], memory_gb: float | None = None) -> tuple[DeviceRow, ...]:
+    """Rows named by exactly these words, through a nickname if need be; else the one name that has besides them only words that
+    tell nothing apart."""
+    wanted = frozenset(words)
+    meant = _nicknames().get(wanted)
+    if meant is not None:
+        sizes = {size for row in _index().get(meant, ()) for size in row.memory_gb}
+        other = _of_form(wanted, memory_gb)
+        # "A100 40GB" is not the 80 GB one its short name usually means, "Jetson Orin Nano 4GB" not the 8 GB Super.
+        if memory_gb is not None and memory_gb not in sizes and (other or wanted in _index()):
+            return other or _index()[wanted]
+        wanted = meant
+    if not wanted:
+        return ()
+    if exact := _index().get(wanted, ()):
+        # A driver's name can stand for several rows (3060 Ti GDDR6X): the one really called so is meant.
+        return tuple(row for row in exact if _own_words(row) == wanted) or exact
+    if len(wanted) < 2 and not any(c.isdigit() for word in wanted for c in word):
+        return ()  # "rtx" or "ryzen" names a shelf, not a machine
+    near = {key: len(key - wanted) for key in _index() if wanted <= key and _says_no_more(key - wanted, wanted)}
+    closest = [key for key, extra in near.items() if extra == min(near.values())]
+    return _named(tuple(closest[0])) if len({_index()[key] for key in closest}) == 1 else ()
+
+
+def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
+    """True where a name that has these words more is the same part: a brand, a maker, or what only one part is called with."""
+    lettered = any(re.fullmatch(r"[a-z]{1,2}[0-9]{2,5}[a-z]?", word) for word in wanted)
+    for word in extra:
+        implied = (word == "blackwell" and "pro" in wanted) or (word == "pro" and lettered)
+        implied = implied or (word == "max" and bool(wanted & {"ai", "halo"}))
+        if any(c.isdigit() for c in word) or (word in SUFFIXES and not implied):
+            return False
+    return True
+
+
+def _of_form(wanted: frozenset[str], memory_gb: float | None) -> tuple[DeviceRow, ...]:
+    """Rows that differ by their board alone and are sold with so much memory."""
+    if memory_gb is None:
+        return ()
+    return tuple(
+        row for key, rows in _index().items() if wanted < key and key - wanted <= FORMS
+        for row in rows if memory_gb in row.memory_gb
+    )  # fmt: skip
+
+
+def _own_words(row: DeviceRow) -> frozenset[str]:
+    return frozenset(typed.read(row.name if row.vendor != "Apple" else row.chip).words)
+
+
+def longer(part: Typed) -> list[str]:
+    """Names of parts that a part's words are a piece of."""
+    wanted = frozenset(typed.bare(part.words, _known()))
+    found = [row for key, rows in _index().items() if wanted and wanted < key for row in rows]
+    return list(dict.fromkeys(_short(row) for row in found))
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    spelled = {" ".join(typed.words(_short(row))): _short(row) for row in reversed(table.rows())}
+    return spelled | {
+        nick: _short(rows[0])
+        for nick, target in _NICKNAMES.items()
+        if (rows := _index().get(frozenset(typed.words(target)), ()))
+    }
+
+
+def nearest(name: str, count: int = 3) -> list[str]:
+    """The names in the table that are most like `name`."""
+    wanted = typed.words(name)
+    like = difflib.SequenceMatcher(None, b=" ".join(wanted))
+
+    def score(spelled: str) -> float:
+        like.set_seq1(spelled)
+        return len(set(wanted) & set(spelled.split())) * 0.3 + like.ratio()
+
+    return list(dict.fromkeys(_spellings()[s] for s in sorted(_spellings(), key=score, reverse=True)))[:count]
+
+
+def _short(row: DeviceRow) -> str:
+    return re.sub(r"\s*\([^)]*\)", "", row.name)

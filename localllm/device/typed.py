@@ -1,0 +1,244 @@
+"""What people type for a machine, taken apart: words, how many of it, sizes of memory, GPU cores, the computer around it.
+
+The words are brand, series, number and suffix ("rtx 4070 ti super"). Letters that are glued to a number come apart, and what
+drivers, shops and PCI lists call a laptop's part is one word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from localllm.device.types import Figure
+from localllm.errors import UsageError
+
+# Two channels of the memory most such computers have, where nothing else was said: JEDEC's DDR4-3200 and DDR5-4800.
+_USUAL_RATES = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800, "lpddr4x": 4267, "lpddr5": 6400, "lpddr5x": 7500}
+_USUAL_RAM = "ddr4"
+_CHANNEL_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TypedRam:
+    """System memory as typed: GiB (None: its kind alone was said), its kind ("ddr5", "" = not said), its MT/s and channels (0 =
+    not said)."""
+
+    size_gb: float | None
+    kind: str = ""
+    rate: int = 0
+    channels: int = 0
+
+    @property
+    def bandwidth(self) -> Figure:
+        """GB/s, of two channels unless more were said."""
+        kind, channels = self.kind or _USUAL_RAM, self.channels or 2
+        rate = self.rate or _USUAL_RATES.get(kind, _USUAL_RATES[_USUAL_RAM])
+        source = f"{'two' if channels == 2 else channels} channels of {kind.upper()}-{rate}"
+        return Figure(rate * channels * _CHANNEL_BYTES / 1000, "given" if self.rate else "assumed", source)
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """One part of a typed name: its words, how many of it, the sizes of memory it says (GB) and which of them is called the
+    card's own, GPU cores, the system memory that is said with it, and its `text`, sizes left out."""
+
+    words: tuple[str, ...]
+    sizes_gb: tuple[float, ...] = ()
+    own_gb: float | None = None
+    cores: int | None = None
+    count: int = 1
+    ram: TypedRam | None = None
+    text: str = ""
+
+    @property
+    def memory_gb(self) -> float | None:
+        """The size that is the part's own as far as the words tell."""
+        return self.own_gb if self.own_gb is not None else self.sizes_gb[0] if self.sizes_gb else None
+
+
+def split(name: str) -> list[str]:
+    """The parts that a name joins: with a plus or a comma, or with "and" where another machine or a size of memory follows."""
+    text = re.sub(r"\bmax\s?\+(?=\s*(?:pro\s*)?[34][0-9]{2})|\bmax\+", "max ", name, flags=re.I)
+    text = re.sub(r"(?<=[0-9])\+(?=\s|$)(?!\s*\S)", " ", text)
+    parts: list[str] = []
+    for part in filter(None, map(str.strip, _JOINED.split(text))):
+        # "Mac Studio with M2 Ultra": what has no number is no part of its own.
+        if parts and not re.search(r"[0-9]", parts[-1]):
+            part = f"{parts.pop()} {part}"
+        parts.append(part)
+    return parts
+
+
+# Commas inside parentheses join nothing, nor do those of a table's own names ("7840U,8840U").
+_JOINED = re.compile(r"\s*\+\s*|\s*,\s+(?![^(]*\))|\s(?:and|with|&|plus)\s+(?!max-?q)(?=\S*[0-9])", re.I)
+
+# "24g" and "24gb"; a number of four digits with a "G" is a part's (Ryzen 7 5750G).
+_SIZE = r"([0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb)))\s*(gb|gib|g|tb|t)\b"
+_KIND = r"(lpddr[3-5]x?|ddr[2-5])"
+_RATE = r"(?:[\s-]*([0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*g))"
+_RAM = [
+    re.compile(rf"{_SIZE}\s*(?:of\s+)?{_KIND}{_RATE}?(?:\s+ram)?"),
+    re.compile(rf"{_KIND}{_RATE}?\s+{_SIZE}(?:\s+ram)?"),
+    re.compile(rf"{_SIZE}\s*(?:of\s+)?(?:system\s+)?(?:ram|memory)\b"),
+    re.compile(rf"{_KIND}{_RATE}?(?:\s+ram)?"),
+]
+_CHANNELS = re.compile(r"\b([0-9]{1,2}|single|dual|quad|octa)[\s-]*(?:ch|channels?)\b")
+_CHANNEL_WORDS = {"single": 1, "dual": 2, "quad": 4, "octa": 8}
+_COUNTS = {"dual": 2, "two": 2, "double": 2, "pair of": 2, "triple": 3, "three": 3, "quad": 4, "four": 4}
+_BEFORE = re.compile(
+    rf"(?:([1-9]|1[0-6])\s*(?:[x×*]\s*(?=[a-z])|[x×*]\s*(?=[0-9]{{4}})|×\s*|x\s+|\s[x*]\s+)|({'|'.join(_COUNTS)})[\s-]+)"
+    r"(?=[a-z0-9])(?!channel)"
+)
+_BEHIND = re.compile(r"(?:\s[x×*]\s*|(?<=[0-9a-z])[×*]\s*|(?<=[0-9]{2})x|(?<=[a-z]\s)x)([1-9]|1[0-6])\s*$")
+
+
+def read(part: str) -> Typed:
+    """One part taken apart."""
+    text = re.sub(r"\((?:tm|r|c)\)|™|®|\bup to\b", " ", part.lower().strip())
+    text = re.sub(r"\b(?:unified memory|vram)\b", " vram ", text)
+    whole = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
+    count, text = _counted(text)
+    channels = 0
+    if found := _CHANNELS.search(text):
+        channels = _CHANNEL_WORDS.get(found[1]) or int(found[1])
+        text = f"{text[: found.start()]} {text[found.end() :]}"
+    ram, text = _ram(text, channels)
+    own = None
+    if found := re.search(rf"{_SIZE}\s*vram", text):
+        own, text = _gigabytes(found[1], found[2]), f"{text[: found.start()]} {text[found.end() :]}"
+    sizes = tuple(_gigabytes(number, unit) for number, unit in re.findall(rf"(?<![\w.]){_SIZE}", text))
+    text = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
+    cores, memory, text = _cores(text)
+    if memory is not None and not sizes:
+        sizes = (memory,)
+    for size in (*sizes, own, ram.size_gb if ram else None):
+        if size is not None and not 0 < size < 1e6:
+            raise UsageError(f"{part!r} asks for {size:g} GB of memory")
+    return Typed(words(text, several=count > 1), sizes, own, cores, count, ram, whole)
+
+
+def _gigabytes(number: str, unit: str) -> float:
+    return float(number) * (1024 if unit.startswith("t") else 1)
+
+
+def _counted(text: str) -> tuple[int, str]:
+    """How many of what: "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090 x2", "3090x2"."""
+    if before := _BEFORE.match(text):
+        return int(before[1]) if before[1] else _COUNTS[before[2]], text[before.end() :]
+    if behind := _BEHIND.search(text):
+        return int(behind[1]), text[: behind.start()]
+    return 1, text
+
+
+def _ram(text: str, channels: int) -> tuple[TypedRam | None, str]:
+    for i, pattern in enumerate(_RAM):
+        if found := pattern.search(text):
+            groups = found.groups()
+            size: float | None = None
+            kind = rate = ""
+            if i == 0:
+                size, kind, rate = _gigabytes(groups[0], groups[1]), groups[2], groups[3] or ""
+            elif i == 1:
+                kind, rate, size = groups[0], groups[1] or "", _gigabytes(groups[2], groups[3])
+            elif i == 2:
+                size = _gigabytes(groups[0], groups[1])
+            else:
+                kind, rate = groups[0], groups[1] or ""
+            return TypedRam(size, kind, int(rate or 0), channels), f"{text[: found.start()]} {text[found.end() :]}"
+    return (TypedRam(None, channels=channels) if channels else None), text
+
+
+def _cores(text: str) -> tuple[int | None, float | None, str]:
+    """(GPU cores, GB, the rest): "30-core GPU", "16c/40c" and Apple's "12/19/32" (CPU, GPU, GB)."""
+    if found := re.search(r"\(?\b([0-9]{1,2})/([0-9]{1,2})(?:/([0-9]{1,3}))?\b\)?", text):
+        memory = float(found[3]) if found[3] else None
+        return int(found[2]), memory, f"{text[: found.start()]} {text[found.end() :]}"
+    pattern = r"\b([0-9]{1,3})[\s-]*(?:cores?|c)\b[\s-]*(gpu|cpu)?"
+    found_all = re.findall(pattern, text)
+    rest = re.sub(pattern, " ", text)
+    gpu = [int(n) for n, of in found_all if of == "gpu"] or [int(n) for n, of in found_all if not of]
+    return (gpu[-1] if gpu else None), None, rest
+
+
+# What stands around a Mac's chip: its body, screen and year.
+_MAC = (
+    r"\b(?:mac\s?book(?:\s?(?:pro|air))?|mac\s?(?:studio|mini|pro)|imac(?:\s?pro)?|mbp|mba|mac|mini|studio)\b"
+    r"(?:[\s,]*(?:1[1-9]|2[0-9])(?:\.[0-9])?(?:[\s-]*(?:inch|in|\"))?(?=\s|$))?"
+)
+_WHEN = r"\b(?:(?:early|mid|late|jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)\w*\s+)?20[12][0-9]\b|\b1[1-9][\s-]*(?:inch|in)\b"
+_SUFFIXED = re.compile(
+    r"\b([0-9]{3,4}|[a-z][0-9]{4})[\s-]*(ti|super|xtx|xt|gre|ada)(?:[\s-]*(super|ada))?\b|\b([2-9][0-9]{3})(d)\b"
+)
+_LAPTOP = r"\bmax[\s-]?q\s*/\s*mobile\b|\b(?:mobile|notebook|laptop)(?:\s+gpu)?\b"
+# NVIDIA calls no part "Max-Q" since its 30 series: what people still call so is the laptop's.
+_MAX_Q_MEANS_LAPTOP = re.compile(r"\b[345]0[5-9]0\b")
+
+# Words that neither name a part nor tell two apart: makers, and what shops and drivers put around a number.
+IGNORED = {
+    "nvidia", "amd", "intel", "apple", "qualcomm", "geforce", "radeon", "gpu", "gpus", "graphics", "the", "a", "with", "w",
+    "edition", "chip", "tesla", "unified", "memory", "ram", "vram", "developer", "kit", "devkit", "instinct", "founders",
+    "generation", "design", "mac", "macbook", "mini", "imac", "air", "core", "channel",
+}  # fmt: skip
+# Words of which one more or less is another part.
+SUFFIXES = {
+    "ti", "super", "xt", "xtx", "gre", "d", "v2", "laptop", "maxq", "max", "pro", "plus", "ultra", "ada", "server", "orin",
+    "xavier", "agx", "nx", "nano", "thor", "pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl", "quadro", "lite", "le",
+    "hbm2", "hbm3", "mig", "gddr5", "gddr6", "gddr6x", "mini", "go", "extreme", "elite", "blackwell", "turing", "ampere", "titan",
+}  # fmt: skip
+# The same chip on another board or with more memory: the size tells which.
+FORMS = {"pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl"}
+# What makers of boards and shops say of a card directly behind its number.
+_DECORATIONS = {
+    "oc", "fe", "lhr", "gaming", "trio", "windforce", "eagle", "ventus", "suprim", "tuf", "rog", "strix", "aorus", "ftw3", "dual",
+    "card", "cards", "desktop", "pc", "rig", "build", "workstation", "workstations", "nitro", "pulse", "box", "hybrid", "new", "used",
+}  # fmt: skip
+
+
+def words(text: str, *, several: bool = False) -> tuple[str, ...]:
+    """Comparable words: "rtx5090" and "RTX-5090" become rtx 5090, "m4max" m4 max, "max+" max; `several`: a plural may stand."""
+    text = text.lower()
+    text = re.sub(_LAPTOP, " laptop ", text)
+    text = re.sub(r"\bmax[\s-]?q\b", " maxq ", text)
+    if several:
+        text = re.sub(r"\b([0-9]{4}|[ahvp][0-9]{2,3}|mi[0-9]{2,3})s\b", r"\1", text)
+    if re.search(r"\bm[1-9]\b|\bm[1-9](?:pro|max|ultra)\b", text):
+        text = re.sub(_WHEN, " ", re.sub(_MAC, " ", text))
+    text = re.sub(r"[^a-z0-9.]+", " ", text)
+    text = re.sub(r"\bdgx (?=[abh][0-9])", " ", text)
+    text = re.sub(r"\b(rtx|gtx|rx|arc)(?=[0-9]|[abw][0-9])", r"\1 ", text)
+    text = re.sub(r"\b(m[1-9])(pro|max|ultra)\b", r"\1 \2", text)
+    text = _SUFFIXED.sub(lambda m: " ".join(group for group in m.groups() if group), text)
+    text = re.sub(r"\b(a[0-9]{4})ada\b", r"\1 ada", text)
+    text = re.sub(r"\b([2-5]0[5-9]0)m\b", r"\1 laptop", text)
+    text = re.sub(r"\b(dgx|jetson|strix|iphone|orin|agx)(spark|orin|halo|point|17|nano|nx|agx|thor)", r"\1 \2", text)
+    text = re.sub(r"\b(orin)(nano|nx)", r"\1 \2", text)
+    if _MAX_Q_MEANS_LAPTOP.search(text):
+        text = re.sub(r"\bmaxq\b", "laptop", text)
+    found = [word for word in text.split() if word not in IGNORED]
+    return tuple(dict.fromkeys(found)) if "laptop" in found else tuple(found)
+
+
+def bare(found: Sequence[str], known: frozenset[str]) -> tuple[str, ...]:
+    """`found` without what makers of boards and shops add: words that no part is called by and that hold no digit. One directly
+    behind the number stays, unless it is known to be such a word: it may be a suffix of a part that we do not know."""
+    kept: list[str] = []
+    for i, word in enumerate(found):
+        has_digit = any(c.isdigit() for c in word)
+        after_number = i > 0 and any(c.isdigit() for c in found[i - 1])
+        if (
+            has_digit
+            or (word in known and len(word) > 1)
+            or word in SUFFIXES
+            or (after_number and word not in _DECORATIONS)
+        ):
+            kept.append(word)
+    return tuple(word for word in kept if word not in _DECORATIONS or word in known)
+
+
+def without_number(typed: Typed) -> Typed | None:
+    """`typed` with a bare number at its end read as memory ("M3 Ultra 512"); None where there is none or a size was said."""
+    last = typed.words[-1] if typed.words else ""
+    if typed.sizes_gb or not last.isdecimal() or len(last) > 4:
+        return None
+    return replace(typed, words=typed.words[:-1], sizes_gb=(float(last),))
