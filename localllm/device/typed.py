@@ -71,7 +71,9 @@ def split(name: str) -> list[str]:
 
 
 # Commas inside parentheses join nothing, nor do those of a table's own names ("7840U,8840U").
-_JOINED = re.compile(r"\s*\+\s*|\s*,\s+(?![^(]*\))|\s(?:and|with|&|plus)\s+(?!max-?q)(?=\S*[0-9])", re.I)
+_JOINED = re.compile(
+    r"\s*\+\s*|(?<=[0-9]{4})\s*/\s*(?=[0-9]{4})|\s*,\s+(?![^(]*\))|\s(?:and|with|&|plus)\s+(?!max-?q)(?=\S*[0-9])", re.I
+)
 
 # "24g" and "24gb"; a number of four digits with a "G" is a part's (Ryzen 7 5750G).
 _SIZE = r"([0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb)))\s*(gb|gib|g|tb|t)\b"
@@ -126,6 +128,9 @@ def _counted(text: str) -> tuple[int, str]:
     """How many of what: "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090 x2", "3090x2"."""
     if before := _BEFORE.match(text):
         return int(before[1]) if before[1] else _COUNTS[before[2]], text[before.end() :]
+    text = re.sub(r"\(\s*([1-9]|1[0-6])\s*[x×*]\s*\)\s*$", r" x\1", text)
+    if alone := re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text):
+        return int(alone[1]), text[alone.end() :]
     if behind := _BEHIND.search(text):
         return int(behind[1]), text[: behind.start()]
     return 1, text
@@ -184,7 +189,8 @@ IGNORED = {
 SUFFIXES = {
     "ti", "super", "xt", "xtx", "gre", "d", "v2", "laptop", "maxq", "max", "pro", "plus", "ultra", "ada", "server", "orin",
     "xavier", "agx", "nx", "nano", "thor", "pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl", "quadro", "lite", "le",
-    "hbm2", "hbm3", "mig", "gddr5", "gddr6", "gddr6x", "mini", "go", "extreme", "elite", "blackwell", "turing", "ampere", "titan",
+    "hbm2", "hbm3", "mig", "gddr5", "gddr6", "gddr6x", "mini", "go", "extreme", "elite", "blackwell", "turing",
+    "ampere", "titan", "ipad", "iphone",
 }  # fmt: skip
 # The same chip on another board or with more memory: the size tells which.
 FORMS = {"pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl"}
