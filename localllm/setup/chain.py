@@ -58,7 +58,8 @@ def settle(
             return builds.chosen()
         except SetupError as e:
             failures.append(e)
-            say(f"   not taken: {e.message}")
+            if len(wanted) > 1:
+                say(f"   not taken: {e.message}")
     if len(failures) == 1:
         raise failures[0]
     told = "; ".join(f"{made.title}: {e.message}" for made, e in zip(wanted, failures, strict=True))
