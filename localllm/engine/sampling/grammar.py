@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.sampling.row import Row
 from localllm.errors import UnsupportedError
+from localllm.grammars.gbnf import lark_of
 from localllm.grammars.json_schema import schemas_in, translated
 from localllm_backends.contract import Backend
 
@@ -91,7 +92,7 @@ class GrammarCompiler:
             elif kind == "lark":
                 compiled = LLMatcher.grammar_from_lark(self._with_tokens(schemas_in(source)))
             elif kind == "gbnf":
-                compiled = LLMatcher.grammar_from_lark(schemas_in(_lark_of(source)))
+                compiled = LLMatcher.grammar_from_lark(self._with_tokens(schemas_in(lark_of(source))))
             else:
                 raise UnsupportedError(f"unknown kind of grammar {kind!r}")
         except ValueError as e:
@@ -181,17 +182,6 @@ class Constraint:
     def finished(self) -> bool:
         """True when nothing may follow."""
         return bool(self._matcher.is_stopped())
-
-
-def _lark_of(gbnf: str) -> str:
-    """The same grammar in Lark's notation (one that is in it already comes back as it is)."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        lark: str = any_to_lark(gbnf)
-    except Exception as e:  # it raises a bare Exception, an IndexError or a RecursionError, as the mistake has it
-        raise ValueError(_first_line(str(e))) from e
-    return lark
 
 
 def _first_line(text: str) -> str:
