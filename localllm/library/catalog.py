@@ -20,6 +20,8 @@ UPDATE_FILE = "00-hub-listings.toml"
 # The newest source of the shipped catalog (model_catalog/localllm_catalog/sources.toml), and when to say that it is old.
 SHIPPED = datetime.date(2026, 11, 21)
 OLD_DAYS = 60
+# Damage is named by whoever finds it; what is left is written otherwise than we read it.
+_OTHERWISE = "take another file of the model: this one is not written as llama.cpp's or MLX's are"
 _DATED = re.compile(r"# Read from the hub on (\d{4}-\d\d-\d\d)")
 
 
@@ -118,5 +120,5 @@ def _generation_config(folder: Path) -> Mapping[str, Any]:
 
 def _unreadable(source: Path | str, error: Exception) -> ModelFileError:
     name = str(source).rstrip("/").rpartition("/")[2]
-    hint = getattr(error, "hint", "") or None
+    hint = getattr(error, "hint", "") or _OTHERWISE
     return ModelFileError(f"{name} can't be read as a model: {error}", hint=hint)

@@ -189,8 +189,6 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
             failures += 1
             if not isinstance(trouble, HubUnreachableError) or failures >= patience.listing_failures:
                 raise trouble from e
-            if trouble.is_lasting:
-                raise trouble from e
             if trouble.retry_after_s is not None and trouble.retry_after_s > patience.longest_asked_s:
                 raise trouble from e
             patience.sleep(patience.wait_s(failures, trouble.retry_after_s))
@@ -200,8 +198,6 @@ class HubUnreachableError(DownloadError):
     """The hub can't be asked now: down, out of reach, or limiting us. `retry_after_s` is what it asked for."""
 
     code = "hub_unreachable"
-    # Asking again at once is no use: somebody else answers in the hub's place.
-    is_lasting = False
 
 
 def _explain(
@@ -234,7 +230,7 @@ def _explain(
         )
     if isinstance(error, ValueError) and str(getattr(error, "doc", "")).lstrip().startswith("<"):
         return _page_instead(str(host))
-    if isinstance(error, KeyError | TypeError | AttributeError | ValueError) and status is None:
+    if isinstance(error, KeyError | TypeError | AttributeError) and status is None:
         return _unusable(repo, f"it is not written as the hub's are ({error})")
     if status is None:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
@@ -266,12 +262,10 @@ def forbidden(host: str, what: str, response: Any) -> DownloadError:
 
 
 def _page_instead(host: str) -> HubUnreachableError:
-    found = HubUnreachableError(
+    return HubUnreachableError(
         f"a web page came instead of {host}'s answer: the network's login page (captive portal), or a proxy's",
         hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, check that it is a hub",
     )
-    found.is_lasting = True
-    return found
 
 
 def retry_after(sent: Any) -> float | None:

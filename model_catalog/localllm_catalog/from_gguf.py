@@ -50,6 +50,27 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
     )
 
 
+# Ollama's own engine has its own names and keeps what sees, hears and drafts in the model's file, where llama.cpp wants
+# other files (https://github.com/ollama/ollama convert/, https://github.com/ggml-org/llama.cpp/issues/12367).
+_OLLAMAS_NAMES = frozenset({"gptoss", "mllama", "qwen25vl"})
+_OLLAMAS_TENSORS = ("v.", "mm.", "mtp.", "a.", "s.")
+_NOT_OURS = "run it with Ollama, or fetch a GGUF file of the model from the hub (`localllm recommend` names some)"
+
+
+def _ollamas_own(header: GgufHeader) -> str:
+    """What of a header is laid out as Ollama alone does, "" for one that is llama.cpp's."""
+    arch = header.architecture
+    if arch in _OLLAMAS_NAMES:
+        return f"the architecture {arch!r}"
+    inside = next((t.name for t in header.tensors if t.name.startswith(_OLLAMAS_TENSORS)), "")
+    if inside:
+        return f"{inside} beside the language model's tensors"
+    sections = header.metadata.get(f"{arch}.rope.dimension_sections")
+    if isinstance(sections, tuple) and len(sections) == 3:
+        return f"{len(sections)} rope sections where llama.cpp has 4"
+    return ""
+
+
 class _Facts:
     """The numbers of one header, bounded, with llama.cpp's defaults."""
 
@@ -63,6 +84,10 @@ class _Facts:
         if not self.arch:
             raise BadHeaderError(
                 "this GGUF does not say what model it is (general.architecture)", "get another file of it"
+            )
+        if foreign := _ollamas_own(header):
+            raise BadHeaderError(
+                f"this file is in Ollama's own layout ({foreign}), which llama.cpp does not read", _NOT_OURS
             )
         self.n_blocks = self.number("block_count", maximum=MAX_LAYERS, minimum=1)
         self.n_mtp = self.number("nextn_predict_layers", 0, maximum=self.n_blocks - 1)

@@ -34,6 +34,8 @@ KEEP_ARRAY = 4_096
 _MAX_KEY_BYTES = 1_024
 _MAX_NAME_BYTES = 256
 _MAX_DIMS = 4
+# https://github.com/ikawrakow/ik_llama.cpp ggml/include/ggml.h: its own types begin far behind llama.cpp's.
+_OF_IK_LLAMA = range(97, 400)
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SCALARS: dict[int, struct.Struct] = {
@@ -251,7 +253,14 @@ class _Cursor:
         return text
 
     def string(self, what: str) -> str:
-        data = self.raw(MAX_STRING_BYTES, what)
+        length = self.u64(what)
+        self.fits(1, length, what)
+        if length > MAX_STRING_BYTES:  # a tokenizer.json kept whole, say: llama.cpp reads past it, and so do we
+            self.position += length
+            return ""
+        buffer, index = self.need(length, what)
+        self.position += length
+        data = buffer[index : index + length]
         self.kept_string_bytes += len(data)
         if self.kept_string_bytes > MAX_KEPT_STRING_BYTES:
             raise BadHeaderError(f"more than {MAX_KEPT_STRING_BYTES >> 20} MiB of text in the metadata")
@@ -309,7 +318,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
 def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
     buffer, index = cursor.need(8, "the magic number")
     if buffer[index : index + 4] != b"GGUF":
-        raise BadHeaderError("this is not a GGUF file", "give a .gguf file; other formats are converted or come as MLX")
+        raise _no_gguf(buffer[index : index + 8])
     cursor.position += 4
     version = cursor.u32("the version")
     if version not in (2, 3):
@@ -324,6 +333,19 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
     cursor.fits(n_keys, 13, "keys")
     cursor.fits(n_tensors, 25, "tensors")
     return version, n_tensors, n_keys
+
+
+def _no_gguf(start: bytes) -> BadHeaderError:
+    """What lies in the place of a GGUF file, by its first bytes."""
+    if start.startswith(b"version "):
+        return BadHeaderError(
+            "this is a Git LFS pointer, not the file itself", "run `git lfs pull` there, or download the file again"
+        )
+    if start.lstrip()[:1] == b"<":
+        return BadHeaderError("this is a web page, not a GGUF file", "download the file again")
+    if not any(start):
+        return BadHeaderError("this file is empty space, not a GGUF file", "download the file again")
+    return BadHeaderError("this is not a GGUF file", "give a .gguf file; other formats are converted or come as MLX")
 
 
 def _value(cursor: _Cursor, key: str) -> Value:
@@ -391,6 +413,11 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
     if kind is None:
         if type_id in REMOVED_TYPE_IDS:
             raise BadHeaderError(f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file")
+        if type_id in _OF_IK_LLAMA:
+            raise BadHeaderError(
+                f"{name} is in a format of ik_llama.cpp's (type {type_id})",
+                "run it with that program, or take another quant",
+            )
         raise BadHeaderError(f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it")
     elements = math.prod(shape)
     if not elements or elements >= 1 << 63:

@@ -153,7 +153,7 @@ HUGE = (1 << 64) - 1
         (struct.pack("<4sIQQ", b"GGUF", 3, HUGE, 0) + bytes(64), "more than any model"),
         (struct.pack("<4sIQQ", b"GGUF", 3, 60_000, 0) + bytes(64), "60000 tensors"),
         (_file(struct.pack("<Q", HUGE) + b"x"), "longer than"),
-        (_file(_text("k") + struct.pack("<IQ", 8, HUGE)), "longer than"),
+        (_file(_text("k") + struct.pack("<IQ", 8, HUGE)), "past the end"),
         (_file(_text("k") + struct.pack("<IQ", 8, 1 << 21)), "past the end"),
         (_file(_array("k", 4, HUGE)), "past the end"),
         (_file(_array("k", 8, 1 << 61)), "past the end"),

@@ -111,7 +111,7 @@ def test_a_page_in_the_hubs_place_is_called_one(
     with pytest.raises(HubUnreachableError, match="a web page came instead") as e:
         pull(REPO, patience=patience)
     assert "captive portal" in e.value.message
-    assert not waits, "asking again brings the same page"
+    assert len(waits) == patience.listing_failures - 1, "it may pass"
 
 
 @pytest.mark.parametrize("spoilt", [

@@ -19,19 +19,20 @@ from localllm_backends.llamacpp.weights import check_file, load_model
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> LlamaCppBackend:
     for kind in (spec.kv_type_k, spec.kv_type_v):
         if kind not in GGML_TYPES:
-            raise LoadError(f"unknown KV cache type {kind!r}: llama.cpp knows {', '.join(GGML_TYPES)}")
+            raise LoadError(f"unknown KV cache type {kind!r}", f"llama.cpp knows {', '.join(GGML_TYPES)}")
     llama = start_native()
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
     if spec.mtp and spec.projector:
         raise LoadError(
-            "draft heads and images don't go together yet: load it with `--draft off`, or with `--images off`"
+            "draft heads and images don't go together yet: load it with `--draft off`, or with `--images off`",
+            "choose one of the two",
         )
     if spec.mtp:
         check_file(path)
         reason = mtp.why_not(llama, path)
         if reason is not None:
-            raise LoadError(f"{path.name!r} can't draft for itself: {reason}")
+            raise LoadError(f"{path.name!r} can't draft for itself: {reason}", "load it with `--draft off`")
     model, weights = load_model(path, spec, on_progress)
     windowed = llama.llama_model_n_swa(model) > 0
     recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)

@@ -73,19 +73,49 @@ def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] 
         callback = llama.llama_progress_callback(report)
         params.progress_callback = callback
         log.mark()
-        model = llama.llama_model_load_from_file(str(path).encode(), params)
+        model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         why = cause("llama.cpp gave no reason")
         if "unable to allocate" in why or "failed to allocate" in why:
             raise OutOfMemoryError(f"not enough memory for the weights of {path.name!r}: {why}")
-        raise LoadError(f"llama.cpp can't load {path.name!r}: {why}")
+        raise LoadError(f"llama.cpp can't load {path.name!r}: {why}", what_to_do(why))
     if not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model):
         llama.llama_model_free(model)
-        raise LoadError(f"{path.name!r} is not a text-generating (decoder-only) model")
+        said = f"{path.name!r} is not a text-generating (decoder-only) model"
+        raise LoadError(
+            said, "name a model that makes text; models of embeddings and rerankers are served by their name"
+        )
     sizes = log.buffer_sizes()
     if spec.placement.weights != "locked" and any(not place.endswith("_Mapped") for place in sizes.places):
         context.give_back(path)
     return model, sizes
+
+
+# What llama.cpp says of files that are cut short or spoilt (src/llama-model-loader.cpp, ggml/src/gguf.cpp).
+_DAMAGED = (
+    "file bounds",
+    "corrupted",
+    "incomplete",
+    "failed to read",
+    "invalid magic",
+    "invalid data",
+    "gave no reason",
+)
+
+
+def what_to_do(why: str) -> str:
+    """The way out of a refusal in llama.cpp's words; "" where the file is damaged, whose way out goes without saying."""
+    if any(sign in why for sign in _DAMAGED):
+        return ""
+    if "unknown model architecture" in why:
+        return (
+            "a newer llama.cpp may know it (`localllm setup`); a file from Ollama's store may call it otherwise: "
+            "fetch a GGUF file of the model from the hub"
+        )
+    return (
+        "the file is laid out otherwise than this llama.cpp reads it, as some of Ollama's own are: fetch a GGUF file of the "
+        "model from the hub, or get a newer llama.cpp (`localllm setup`)"
+    )
 
 
 def vocabulary(path: str) -> list[bytes]:
@@ -96,9 +126,10 @@ def vocabulary(path: str) -> list[bytes]:
     params = llama.llama_model_default_params()
     params.vocab_only = True
     log.mark()
-    model = llama.llama_model_load_from_file(str(file).encode(), params)
+    model = llama.llama_model_load_from_file(os.fsencode(file), params)
     if not model:
-        raise LoadError(f"llama.cpp can't read the vocabulary of {file.name!r}: {cause('it gave no reason')}")
+        why = cause("it gave no reason")
+        raise LoadError(f"llama.cpp can't read the vocabulary of {file.name!r}: {why}", what_to_do(why))
     vocab = llama.llama_model_get_vocab(model)
     tokens = [token_piece(llama, vocab, t, special=True) for t in range(llama.llama_vocab_n_tokens(vocab))]
     llama.llama_model_free(model)
