@@ -86,7 +86,7 @@ def needs_own_code(device: Device) -> bool:
 def recipe(device: Device, host: BuildHost) -> BuildRecipe:
     """What runs on all cards of `device`: a wheel with code of each, else one compiled for them, else a wheel from whose PTX the
     driver makes it. Raises SetupError where there is nothing of the kind."""
-    if device.accelerator != "cuda":
+    if device.accelerator != "cuda" and host.cuda_driver is None:
         raise SetupError(
             f"{device.name} has no NVIDIA GPU that a CUDA build could use",
             hint="`localllm device` shows what was found, `localllm setup --dry-run` what would be made",

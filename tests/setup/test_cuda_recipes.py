@@ -242,3 +242,12 @@ def test_any_two_cards_get_a_build_that_runs_on_both() -> None:
                 (wheel,) = (w for w in cuda.WHEELS if w.index == index(made))
                 assert all(map(wheel.runs_on, cuda.capabilities(both)))
         assert found(both)[0].backend == "cuda"
+
+
+def test_a_gpu_that_only_its_driver_knows_gets_the_wheel_when_asked_for() -> None:
+    """A slice that does not say its size leaves a machine that is planned for as its processor."""
+    unplanned = replace(resolve("rtx 3090"), accelerator="cpu", compute_capability="")
+    (recipe,) = recipes.recipes_for(unplanned, replace(assumed(unplanned), cuda_driver=(13, 1)), "cuda")
+    assert index(recipe) == "cu130"
+    with pytest.raises(SetupError):
+        recipes.recipes_for(unplanned, assumed(unplanned), "cuda")

@@ -99,8 +99,9 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
 
 
 def _findings(machine: Device) -> list[str]:
-    """What is wrong with the machine itself: a driver that does not answer is no reason to build nothing without a word."""
-    wrong = (finding for finding in machine.findings if finding.level != "info")
+    """What is wrong with the machine itself (a driver that does not answer is no reason to build nothing without a word), and what
+    is about builds."""
+    wrong = (found for found in machine.findings if found.level != "info" or found.fix.startswith("localllm setup"))
     return [f"{found.level}: {found.message}{f' -> {found.fix}' if found.fix else ''}" for found in wrong]
 
 
