@@ -228,10 +228,10 @@ def _power(device: Device, facts: HealthFacts) -> HealthCheck:
     if device.os == "macOS":
         if facts.pmset is None:
             return HealthCheck("power", "not checked", "pmset gave no answer")
-        if re.search(r"lowpowermode\s+1", facts.pmset):
-            return HealthCheck(
-                "power", "warning", "Low Power Mode is on for a power source", "sudo pmset -a lowpowermode 0"
-            )
+        # macOS 26 calls it powermode: 0 automatic, 1 low, 2 high.
+        if low := re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset):
+            fix = f"sudo pmset -a {low.group(1)} 0"
+            return HealthCheck("power", "warning", "Low Power Mode is on for a power source", fix)
         return HealthCheck("power", "ok", "Low Power Mode is off")
     profile = (facts.platform_profile or "").strip()
     if profile in ("low-power", "quiet", "cool"):

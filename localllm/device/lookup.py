@@ -49,7 +49,8 @@ def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
 def _aliases(row: DeviceRow) -> list[str]:
     """The names a row answers to: its own with and without what stands in parentheses, each alternative of "A / B" and "A1,A2"."""
     bare = re.sub(r"\([^)]*\)", " ", row.name)
-    aliases = [row.name.replace("(", " ").replace(")", " "), bare, *row.names, *row.cpu]
+    aliases = [row.name.replace("(", " ").replace(")", " "), bare, *row.names]
+    aliases += row.cpu if row.bandwidth_gbps else ()
     for alias in map(str.strip, bare.split("/")):
         either = re.fullmatch(r"(.*\s)(\S+),(\w+)", alias)
         aliases += [either[1] + either[2], either[1] + either[3]] if either else [alias]

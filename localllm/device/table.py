@@ -171,7 +171,9 @@ def by_cpu(cpu: str) -> DeviceRow | None:
 
 
 def _cpu_part(part: str, wanted: str) -> bool:
-    return re.search(rf"(?<![\w]){re.escape(part.lower())}(?![\w+])", wanted) is not None
+    # Windows leaves the dashes out: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R) Oryon(TM) CPU".
+    spellings = {part.lower(), part.lower().replace("-", "")}
+    return any(re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted) for known in spellings)
 
 
 def by_pci(vendor: str, device: str, revision: str = "", memory_bytes: int | None = None) -> DeviceRow | None:

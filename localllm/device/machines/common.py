@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device import cards, table, usable
-from localllm.device.parsers.gpus import NvidiaGpu
+from localllm.device.parsers.gpus import NvidiaGpu, environment, nvml, smi, visible
 from localllm.device.table import DeviceRow
-from localllm.device.types import Accelerator, Device, Figure, Finding, Memory
+from localllm.device.types import Accelerator, Device, Figure, Finding, Memory, Readings
 
 GIB = 1 << 30
 
@@ -25,19 +26,40 @@ class Card:
     compute_units: int = 0
 
 
+def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
+    """The NVIDIA GPUs that programs started here see, and what hides others."""
+    gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))
+    said = environment(readings).get("CUDA_VISIBLE_DEVICES")
+    left = visible(said, [gpu.uuid for gpu in gpus])
+    if len(left) == len(gpus):
+        return gpus, []
+    told = f"CUDA_VISIBLE_DEVICES={said} leaves {len(left)} of {len(gpus)} NVIDIA GPUs"
+    if environment(readings).get("CUDA_DEVICE_ORDER") == "FASTEST_FIRST":
+        told += "; with CUDA_DEVICE_ORDER=FASTEST_FIRST it may mean others than the ones that are planned with"
+    return [gpus[i] for i in left], [Finding("info", told)]
+
+
+# Families whose cards are cut into slices (MIG, vGPU): one that does not say its size may be a slice of any.
+_SLICED = "workstation/datacenter"
+
+
 def nvidia_card(gpu: NvidiaGpu) -> tuple[Card | None, list[Finding]]:
     """A discrete NVIDIA card; None when neither the driver nor the table says how much memory it has."""
     findings: list[Finding] = []
-    row = None if " MIG " in gpu.name else table.by_gpu_name(gpu.name, gpu.total_bytes, gpu.derived_bandwidth_gbps)
+    is_slice = gpu.is_mig or _is_slice(gpu.name)
+    row = None if is_slice else table.by_gpu_name(gpu.name, gpu.total_bytes, gpu.derived_bandwidth_gbps)
     if gpu.total_bytes is not None:
         used = gpu.used_bytes
         if used is None and gpu.free_bytes is not None:
             used = gpu.total_bytes - gpu.free_bytes
         memory = usable.vram(gpu.total_bytes, max(used or 0, 0), gpu.reserved_bytes or 0, "NVIDIA driver (NVML)")
-    elif row is not None and row.memory_gb:
+    elif row is not None and row.memory_gb and row.family != _SLICED:
         size = int(row.memory_gb[0] * GIB)
         memory = Memory(size, size, size, "datasheet", row.source)
         findings.append(Finding("warning", f"the driver does not say how much memory of {gpu.name} is in use"))
+    elif is_slice or row is not None:
+        told = f"{gpu.name} does not say how much memory is ours: it may be a slice of any size (MIG, vGPU), so it is not planned with"
+        return None, [Finding("warning", told, "say its size: --memory GB")]
     else:
         return None, [Finding("warning", f"{gpu.name} reports no memory size and is not in the table: not used")]
     bandwidth, warned = _nvidia_bandwidth(gpu, row)
@@ -51,9 +73,22 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Card | None, list[Finding]]:
     return Card(gpu.name, memory, bandwidth, row, capability, row.compute_units if row else 0), findings
 
 
+def beside_nvidia(names: Sequence[str]) -> Finding:
+    """Cards of other makers beside those that are used: one engine runs a model, with the devices it has kernels for."""
+    what = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} here too"
+    return Finding(
+        "info", f"{what}: CUDA leaves it idle, a Vulkan build would use all cards", "localllm setup --backend vulkan"
+    )
+
+
+def _is_slice(name: str) -> bool:
+    """A MIG device or a vGPU by its name: "A100-SXM4-40GB MIG 3g.20gb", "GRID P40-24Q"."""
+    return " MIG " in name or re.search(r"\bGRID\b|\bvGPU\b|-[0-9]{1,3}[QCAB]$", name) is not None
+
+
 def _nvidia_bandwidth(gpu: NvidiaGpu, row: DeviceRow | None) -> tuple[Figure | None, list[Finding]]:
     """The table's figure; the driver's clock × width for unknown names, and where the two differ by over a tenth."""
-    if " MIG " in gpu.name:
+    if gpu.is_mig or _is_slice(gpu.name):
         return None, [Finding("info", "a MIG slice has its own memory but shares bandwidth: speed is not estimated")]
     derived = gpu.derived_bandwidth_gbps
     told = Figure(round(derived, 1), "derived", "2 × max memory clock × bus width (NVML)") if derived else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from localllm.device import table, usable
-from localllm.device.machines.common import Card, nvidia_card, one_machine
+from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine
 from localllm.device.parsers import hexadecimal, integer, linux
-from localllm.device.parsers.gpus import AmdGpu, NvidiaGpu, amd_gpus, marketing_name, nvml, smi, vulkaninfo
+from localllm.device.parsers.gpus import AmdGpu, NvidiaGpu, amd_gpus, environment, marketing_name, visible, vulkaninfo
 from localllm.device.table import DeviceRow
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 
@@ -31,7 +32,8 @@ class _System:
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     """The Device of these readings; raises DeviceUnreadableError without a MemTotal."""
     system = _system(readings, ram_bandwidth)
-    gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))
+    gpus, hidden = nvidia_gpus(readings)
+    system = _with_findings(system, hidden)
     cards: list[Card] = []
     for gpu in gpus:
         row = _one_pool_row(readings, gpu, system)
@@ -42,11 +44,12 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         if card is not None:
             cards.append(card)
     board = readings.file("/proc/device-tree/model")
-    if not gpus and "NVIDIA" in board:
+    if not gpus and not hidden and "NVIDIA" in board:
         return _one_pool(readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system))
     if cards:
+        system = _with_findings(system, _others(readings))
         return one_machine(cards, "cuda", _host(system), system.base.bandwidth_gbps, system.base)
-    if not gpus and _pci_vendor_present(readings, 0x10DE):
+    if not gpus and not hidden and _pci_vendor_present(readings, 0x10DE):
         system = _with_findings(system, [_no_nvidia_driver(readings)])
     return _amd(readings, system) or _intel(readings, system) or _cpu_only(system)
 
@@ -214,8 +217,20 @@ def _no_nvidia_driver(readings: Readings) -> Finding:
 # -- AMD ------------------------------------------------------------------------------------------------------------
 
 
+def _others(readings: Readings) -> list[Finding]:
+    names = [_amd_card(readings, gpu).name for gpu in amd_gpus(readings) if not gpu.integrated and gpu.vram_total_bytes]
+    names += [card.name for card in _arcs(readings)]
+    return [beside_nvidia(names)] if names else []
+
+
 def _amd(readings: Readings, system: _System) -> Device | None:
     gpus = amd_gpus(readings)
+    said = environment(readings)
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        left = visible(said.get(name), ["" for _ in gpus])
+        if len(left) < len(gpus):
+            told = Finding("info", f"{name}={said[name]} leaves {len(left)} of {len(gpus)} AMD GPUs")
+            system, gpus = _with_findings(system, [told]), [gpus[i] for i in left]
     discrete = [gpu for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
     findings = _permission_findings(readings) if gpus else []
     if discrete:
@@ -325,22 +340,14 @@ def _pci_vendor_present(readings: Readings, vendor: int) -> bool:
 
 
 def _intel(readings: Readings, system: _System) -> Device | None:
-    """Intel's Arc: discrete cards by PCI id with lmem_total_bytes, and the integrated ones the table knows."""
+    """Intel's Arc: discrete cards, and the integrated ones the table knows."""
     vulkan_gpus = vulkaninfo(readings.output("vulkaninfo"))
-    for path in readings.matching("/sys/class/drm/card*/device/vendor"):
-        if hexadecimal(readings.file(path)) != 0x8086:
-            continue
-        folder = path.removesuffix("/vendor")
-        device_id = f"{hexadecimal(readings.file(f'{folder}/device')) or 0:04x}"
-        total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
-        row = table.by_pci("8086", device_id, "", total or None)
-        if row is not None and row.kind == "discrete":
-            size = total or int(row.memory_gb[0] * GIB)
-            memory = Memory(size, size, size, "reported" if total else "datasheet", "lmem_total_bytes, or the table")
-            note = Finding("info", f"{row.name}: memory in use can't be read without root, so all of it counts as free")
-            base = replace(system.base, findings=(*system.base.findings, note))
-            card = Card(row.name, memory, row.bandwidth, row, "", row.compute_units)
-            return one_machine([card], "vulkan", _host(system), system.base.bandwidth_gbps, base)
+    cards, said = _arcs(readings), environment(readings).get("GGML_VK_VISIBLE_DEVICES")
+    cards = [cards[i] for i in visible(said, ["" for _ in cards])]
+    if cards:
+        told = f"{cards[0].name}: memory in use can't be read without root, so all of it counts as free"
+        base = replace(system.base, findings=(*system.base.findings, Finding("info", told)))
+        return one_machine(cards, "vulkan", _host(system), system.base.bandwidth_gbps, base)
     integrated = table.by_cpu(system.cpu.name) or next(
         (row for gpu in vulkan_gpus if (row := table.by_gpu_name(gpu.name)) is not None and row.vendor == "Intel"), None
     )
@@ -358,6 +365,34 @@ def _intel(readings: Readings, system: _System) -> Device | None:
         match=integrated.name,
         findings=(*system.base.findings, note),
     )
+
+
+def _arcs(readings: Readings) -> list[Card]:
+    """Intel's discrete cards: by PCI id, else by the name that the Vulkan driver has for the one that is on a bus of its own, where
+    i915 says its memory or the table does."""
+    named = [
+        gpu for gpu in vulkaninfo(readings.output("vulkaninfo")) if gpu.vendor_id == 0x8086 and gpu.kind == "discrete"
+    ]
+    cards = []
+    for path in readings.matching("/sys/class/drm/card*/device/vendor"):
+        if hexadecimal(readings.file(path)) != 0x8086:
+            continue
+        folder = path.removesuffix("/vendor")
+        device_id = f"{hexadecimal(readings.file(f'{folder}/device')) or 0:04x}"
+        total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
+        row = table.by_pci("8086", device_id, "", total or None)
+        slot = re.search(r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I)
+        own_bus = total > 0 or (slot is not None and slot.group(1) != "00")
+        name = row.name if row else f"Intel GPU 8086:{device_id}"
+        if row is None and own_bus and named:
+            name = named.pop(0).name
+            row = table.by_gpu_name(name, total or None)
+        if (row is not None and row.kind != "discrete") or not (total or row):
+            continue
+        size = total or (int(row.memory_gb[0] * GIB) if row is not None else 0)
+        memory = Memory(size, size, size, "reported" if total else "datasheet", "lmem_total_bytes, or the table")
+        cards.append(Card(name, memory, row.bandwidth if row else None, row, "", row.compute_units if row else 0))
+    return cards
 
 
 def _cpu_only(system: _System) -> Device:

@@ -28,8 +28,8 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
                 "install an arm64 Python (`arch -arm64 /bin/zsh`, then reinstall localllm)",
             )
         )
-    if not chip.startswith("Apple ") or "Paravirtual" in readings.output("metal") or chip == "Apple processor":
-        return _without_gpu(mac, available, ram_bandwidth, readings.architecture, findings)
+    if why := _why_no_gpu(mac, chip, cores, readings):
+        return _without_gpu(mac, available, ram_bandwidth, why, findings)
 
     row = table.by_chip(chip, cores, mac.memory_bytes)
     working_set = macos.metal_working_set(readings.output("metal"))
@@ -59,6 +59,22 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     )
 
 
+def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings) -> str:
+    """What keeps this process from an Apple GPU; "" where one is there. (Under Rosetta the processor calls itself VirtualApple. A
+    virtual machine has a paravirtual GPU, whose Metal computes no matrices, and no AGX accelerator.)"""
+    if mac.translated:
+        return "Rosetta hides it from an x86 Python"
+    shown = readings.output("metal") + readings.output("system_profiler")
+    virtual = (
+        "(Virtual)" in chip or mac.model.startswith("VirtualMac") or "Paravirtual" in shown or chip == "Apple processor"
+    )
+    if virtual or (chip.startswith("Apple ") and cores is None and "sppci_" in readings.output("system_profiler")):
+        return "a virtual machine"
+    if not chip.startswith("Apple "):
+        return "a virtual machine" if readings.architecture == "arm64" else "an Intel Mac"
+    return ""
+
+
 def _limit_findings(mac: macos.Mac, assumed: bool, working_set: int | None) -> list[Finding]:
     found = []
     memory = mac.memory_bytes or 0
@@ -84,10 +100,9 @@ def _limit_findings(mac: macos.Mac, assumed: bool, working_set: int | None) -> l
 
 
 def _without_gpu(
-    mac: macos.Mac, available: int | None, bandwidth: Figure | None, architecture: str, findings: list[Finding]
+    mac: macos.Mac, available: int | None, bandwidth: Figure | None, why: str, findings: list[Finding]
 ) -> Device:
     total = mac.memory_bytes or 0
-    why = "a virtual machine" if architecture == "arm64" else "an Intel Mac"
     findings.append(Finding("info", f"no Apple GPU here ({why}): models run on the CPU"))
     return Device(
         name=mac.chip or mac.model or "Mac",

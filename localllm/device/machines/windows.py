@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device import table, usable
-from localllm.device.machines.common import Card, nvidia_card, one_machine
+from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine
 from localllm.device.parsers import integer, windows
-from localllm.device.parsers.gpus import nvml, smi
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 
 GIB = 1 << 30
@@ -37,19 +36,25 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         findings=_emulation(readings),
     )
     cards: list[Card] = []
-    gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))
+    gpus, hidden = nvidia_gpus(readings)
+    base = replace(base, findings=(*base.findings, *hidden))
+    adapters = windows.adapters(readings.output("display-class"))
     for gpu in gpus:
         card, findings = nvidia_card(gpu)
         base = replace(base, findings=(*base.findings, *findings))
         cards += [card] if card else []
     if cards:
+        others = [card.name for card in _cards(adapters)]
+        if others:
+            base = replace(base, findings=(*base.findings, beside_nvidia(others)))
         return one_machine(cards, "cuda", base.memory, base.bandwidth_gbps, base)
-    adapters = windows.adapters(readings.output("display-class"))
-    if any(adapter.vendor == "10de" for adapter in adapters) and not gpus:
+    if any(adapter.vendor == "10de" for adapter in adapters) and not gpus and not hidden:
         fix = "install the NVIDIA driver, then check with nvidia-smi"
         finding = Finding("error", "an NVIDIA GPU is in this machine but its driver does not answer: not used", fix)
         base = replace(base, findings=(*base.findings, finding))
-    return _integrated(adapters, base, total, available, told) or _discrete(adapters, base) or base
+    row = table.by_cpu(cpu)
+    alone = replace(base, match=row.name, family=row.family) if row is not None and row.accelerator == "cpu" else base
+    return _integrated(adapters, base, total, available, told) or _discrete(adapters, base) or alone
 
 
 def _ram_bandwidth(readings: Readings, cpu: str) -> Figure | None:
@@ -69,7 +74,8 @@ def _emulation(readings: Readings) -> tuple[Finding, ...]:
     return ()
 
 
-def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
+def _cards(adapters: list[windows.Adapter]) -> list[Card]:
+    """Known discrete cards that are not NVIDIA's."""
     cards = []
     for adapter in adapters:
         row = table.by_gpu_name(adapter.name, adapter.memory_bytes or None)
@@ -78,6 +84,11 @@ def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
         size = adapter.memory_bytes or int(row.memory_gb[0] * GIB)
         memory = Memory(size, size, size, "reported", "registry HardwareInformation.qwMemorySize")
         cards.append(Card(adapter.name, memory, row.bandwidth, row, row.compute_capability, row.compute_units))
+    return cards
+
+
+def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
+    cards = _cards(adapters)
     if not cards:
         return None
     note = Finding("info", "memory in use on this card can't be read here: all of it counts as free")

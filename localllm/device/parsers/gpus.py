@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ APU_DEVICES = {
     0x1586: "gfx1151", 0x150E: "gfx1150", 0x1114: "gfx1152", 0x15BF: "gfx1103", 0x15C8: "gfx1103",
     0x1900: "gfx1103", 0x1901: "gfx1103", 0x1681: "gfx1035", 0x164E: "gfx1036", 0x1506: "gfx1037",
     0x163F: "gfx1033", 0x1435: "gfx1033", 0x1638: "gfx90c", 0x1636: "gfx90c", 0x15D8: "gfx902", 0x15DD: "gfx902",
+    0x13C0: "gfx1036", 0x164D: "gfx1035", 0x164C: "gfx90c", 0x15E7: "gfx90c", 0x13FE: "gfx1013", 0x143F: "gfx1013",
+    0x1902: "gfx1103", 0x1903: "gfx1103", 0x98E4: "gfx810", 0x9874: "gfx801",
 }  # fmt: skip
 _APU_GFX = set(APU_DEVICES.values())
 
@@ -113,15 +115,20 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
 def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bool:
     """An APU by its PCI id or gfx; the size of its carve-out says nothing (a BIOS can give it 96 GB).
 
-    board_info and mem_info_vram_vendor exist only where a card has memory chips of its own.
+    board_info and the name of a maker in mem_info_vram_vendor ("unknown" of an APU) are only where a card has memory chips of
+    its own; and no card has less than a GiB of them beside more GTT.
     """
     if device_id in APU_DEVICES or gfx in _APU_GFX:
         return True
-    own_memory = any(f"{folder}/{name}" in readings.files for name in ("board_info", "mem_info_vram_vendor"))
-    if own_memory:
-        return False
     vram = integer(readings.file(f"{folder}/mem_info_vram_total")) or 0
     gtt = integer(readings.file(f"{folder}/mem_info_gtt_total")) or 0
+    if vram < 1 << 30 < gtt:
+        return True
+    if f"{folder}/board_info" in readings.files or readings.file(f"{folder}/mem_info_vram_vendor") not in (
+        "",
+        "unknown",
+    ):
+        return False
     return vram <= 4 << 30 and gtt >= 4 * max(vram, 1 << 30)
 
 
@@ -141,7 +148,8 @@ MIB = 1 << 20
 class NvidiaGpu:
     """One GPU. Bytes; MHz; None where the driver said N/A, NOT_SUPPORTED or nothing at all.
 
-    `addressing` is "none", "hmm", "ats" or "": ATS means CPU and GPU share page tables (GB10, Thor, Grace).
+    `is_mig`: cut into MIG slices, of which a program is given one; sizes are then that one's. `addressing` is "none", "hmm", "ats"
+    or "": ATS means CPU and GPU share page tables (GB10, Thor, Grace).
     """
 
     name: str
@@ -155,6 +163,8 @@ class NvidiaGpu:
     addressing: str = ""
     power_limit_w: float | None = None
     default_power_limit_w: float | None = None
+    uuid: str = ""
+    is_mig: bool = False
 
     @property
     def derived_bandwidth_gbps(self) -> float | None:
@@ -190,23 +200,55 @@ def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
 
     major, minor = whole("cc_major"), whole("cc_minor")
     modes = {0: "none", 1: "hmm", 2: "ats"}
+    is_mig = whole("mig") == 1
+    slices = entry.get("slices")
+    sizes = [n for n in slices if isinstance(n, int) and n > 0] if isinstance(slices, list) else []
+    total = (sizes[0] if sizes else None) if is_mig else whole("total") or None
     return NvidiaGpu(
         name=" ".join(str(entry["name"]).split())[:120],
-        total_bytes=whole("total") or None,
-        used_bytes=whole("used"),
-        free_bytes=whole("free"),
-        reserved_bytes=whole("reserved"),
+        total_bytes=total,
+        used_bytes=None if is_mig else whole("used"),
+        free_bytes=None if is_mig else whole("free"),
+        reserved_bytes=None if is_mig else whole("reserved"),
         compute_capability="" if major is None or minor is None else f"{major}.{minor}",
         bus_bits=whole("bus_bits") or None,
         max_memory_mhz=whole("max_memory_mhz") or None,
         addressing=modes.get(whole("addressing") or 0, "") if "addressing" in entry else "",
         power_limit_w=milliwatts("power_limit_mw"),
         default_power_limit_w=milliwatts("default_power_limit_mw"),
+        uuid=str(entry.get("uuid") or "")[:80],
+        is_mig=is_mig,
     )
 
 
+def environment(readings: Readings) -> dict[str, str]:
+    """The variables that choose GPUs, as the probe noted them."""
+    lines = (line.partition("=") for line in readings.output("environment").splitlines())
+    return {name.strip(): value.strip() for name, sign, value in lines if sign}
+
+
+def visible(said: str | None, uuids: Sequence[str]) -> list[int]:
+    """Which of the GPUs with these ids (in the order of PCI addresses) a list of indices or ids such as "0,GPU-8a2f" leaves, in
+    that order; all for None. As CUDA has it, what is no GPU ends the list, and one named twice leaves none."""
+    if said is None:
+        return list(range(len(uuids)))
+    found: list[int] = []
+    for word in (word.strip() for word in said.split(",")):
+        parent = word.removeprefix("MIG-") if word.startswith("MIG-GPU-") else word
+        alike = [i for i, uuid in enumerate(uuids) if len(parent) > 4 and uuid and parent.startswith(("GPU-", "MIG-"))
+                 and (uuid.startswith(parent) or parent.startswith(uuid))]  # fmt: skip
+        if word.isdecimal() and int(word) < len(uuids):
+            alike = [int(word)]
+        if len(alike) != 1:
+            break
+        if alike[0] in found:
+            return []
+        found.append(alike[0])
+    return sorted(found)
+
+
 # Column names nvidia-smi prints in its CSV header, as --help-query-gpu documents them.
-SMI_FIELDS = "name,memory.total,memory.used,memory.free,compute_cap,clocks.max.memory,power.limit"
+SMI_FIELDS = "name,uuid,memory.total,memory.used,memory.free,compute_cap,clocks.max.memory,power.limit"
 
 
 def smi(text: str) -> list[NvidiaGpu]:
@@ -239,6 +281,7 @@ def _from_smi(row: Mapping[str, str]) -> NvidiaGpu:
     capability = row.get("compute_cap", "")
     return NvidiaGpu(
         name=row["name"][:120],
+        uuid=row.get("uuid", "")[:80],
         total_bytes=_mib(row.get("memory.total")) or None,
         used_bytes=_mib(row.get("memory.used")),
         free_bytes=_mib(row.get("memory.free")),
@@ -257,6 +300,7 @@ def _smi_log(text: str) -> list[NvidiaGpu]:
             continue
         memory, clocks = _section(block, "FB Memory Usage"), _section(block, "Max Clocks")
         mode = re.search(r"(?m)^\s+Addressing Mode\s*: (\w+)", block)
+        uuid = re.search(r"(?m)^\s+GPU UUID\s*: (\S+)", block)
         limit = re.search(r"(?m)^\s+(?:Current |Enforced )?Power Limit\s*: ([0-9.]+) W", block)
         gpus.append(
             NvidiaGpu(
@@ -268,6 +312,7 @@ def _smi_log(text: str) -> list[NvidiaGpu]:
                 max_memory_mhz=integer(clocks.get("Memory")),
                 addressing=mode.group(1).lower() if mode and mode.group(1) in ("None", "HMM", "ATS") else "",
                 power_limit_w=decimal(limit.group(1)) if limit else None,
+                uuid=uuid.group(1) if uuid else "",
             )
         )
     return gpus

@@ -87,8 +87,8 @@ def read(ours: frozenset[int] = frozenset()) -> Conditions:
 
 def _profile() -> str:
     if sys.platform == "darwin":
-        found = re.search(r"lowpowermode\s+(\d)", run("/usr/bin/pmset", "-g") or "")
-        return {"0": "normal", "1": "low power"}.get(found.group(1), "") if found else ""
+        found = re.search(r"\b(?:lowpowermode|powermode)\s+(\d)", run("/usr/bin/pmset", "-g") or "")
+        return {"0": "normal", "1": "low power", "2": "high power"}.get(found.group(1), "") if found else ""
     return (read_text("/sys/firmware/acpi/platform_profile") or "").strip()
 
 

@@ -79,12 +79,28 @@ def _gpu(api: Any, index: int) -> dict[str, Any]:
         capability = api.nvmlDeviceGetCudaComputeCapability(handle)
     if capability is not None:
         found["cc_major"], found["cc_minor"] = capability
+    ask("uuid", lambda: api.nvmlDeviceGetUUID(handle))
+    ask("pci", lambda: api.nvmlDeviceGetPciInfo(handle).busId)
+    ask("mig", lambda: int(api.nvmlDeviceGetMigMode(handle)[0]))
+    if found.get("mig"):
+        found["slices"] = _slices(api, handle)
     ask("bus_bits", lambda: api.nvmlDeviceGetMemoryBusWidth(handle))
     ask("max_memory_mhz", lambda: api.nvmlDeviceGetMaxClockInfo(handle, api.NVML_CLOCK_MEM))
     ask("addressing", lambda: int(api.nvmlDeviceGetAddressingMode(handle)))
     ask("power_limit_mw", lambda: api.nvmlDeviceGetEnforcedPowerLimit(handle))
     ask("default_power_limit_mw", lambda: api.nvmlDeviceGetPowerManagementDefaultLimit(handle))
     return found
+
+
+def _slices(api: Any, handle: Any) -> list[int]:
+    """Bytes of memory of each MIG device, as far as they may be asked."""
+    sizes: list[int] = []
+    with contextlib.suppress(api.NVMLError, AttributeError):
+        for index in range(int(api.nvmlDeviceGetMaxMigDeviceCount(handle))):
+            with contextlib.suppress(api.NVMLError):
+                slice_ = api.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                sizes.append(int(api.nvmlDeviceGetMemoryInfo(slice_).total))
+    return sizes
 
 
 def smi() -> str:

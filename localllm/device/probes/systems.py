@@ -14,6 +14,18 @@ from localllm.device.parsers.linux import cgroup_paths
 from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import DeviceUnreadableError, Readings
 
+# What hides GPUs from the programs that are started here, and how CUDA counts them.
+_ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES",
+)  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Variables that choose GPUs, as lines "NAME=value"; nothing where none is set."""
+    said = [f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ]
+    return {"environment": "\n".join(said)} if said else {}
+
+
 # --- Linux
 
 _FILES = (
@@ -30,7 +42,7 @@ _PATTERNS = (
 )
 _CARD_FILES = (
     "vendor", "device", "revision", "class", "product_name", "board_info", "mem_info_vram_total",
-    "mem_info_vram_used", "mem_info_vram_vendor", "mem_info_gtt_total", "mem_info_gtt_used", "lmem_total_bytes",
+    "mem_info_vram_used", "mem_info_vram_vendor", "mem_info_gtt_total", "mem_info_gtt_used", "lmem_total_bytes", "uevent",
 )  # fmt: skip
 
 
@@ -42,7 +54,7 @@ def linux_readings(architecture: str) -> Readings:
         if text is not None:
             files[path] = text
     vendors = {text.strip() for path, text in files.items() if path.endswith("/device/vendor") or _is_pci(path)}
-    outputs: dict[str, str] = {}
+    outputs = environment()
     if text := nvidia.nvml():
         outputs["nvml"] = text
     elif text := nvidia.smi():
@@ -159,7 +171,7 @@ def windows_outputs() -> dict[str, str]:
     }
     if not found["nvml"]:
         found["nvidia-smi"] = nvidia.smi()
-    return {name: text for name, text in found.items() if text}
+    return environment() | {name: text for name, text in found.items() if text}
 
 
 def physical_memory() -> dict[str, str]:

@@ -1,0 +1,311 @@
+"""What owners of cards and boards posted: several cards, hidden ones, slices, other makers' beside them, virtual machines.
+
+Each case is the values of a public report, as the probes would have read them; its name says the report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from localllm.device import health
+from localllm.device.machines import identify
+from localllm.device.parsers.gpus import visible
+from localllm.device.types import Device, Readings
+
+GIB = 1 << 30
+MEMORY = {"/proc/meminfo": "MemTotal: 65754412 kB\nMemAvailable: 60000000 kB\n"}
+
+
+def linux(files: dict[str, str] | None = None, **outputs: str) -> Device:
+    return identify(Readings("linux", "x86_64", MEMORY | (files or {}), outputs))
+
+
+def nvidia(*gpus: dict[str, object]) -> str:
+    return json.dumps(list(gpus))
+
+
+def card(name: str, gib: float, uuid: str = "", **more: object) -> dict[str, object]:
+    return {"name": name, "total": int(gib * GIB), "used": 0, "uuid": uuid, **more}
+
+
+def drm(n: int, vendor: str, device: str, **files: str) -> dict[str, str]:
+    folder = f"/sys/class/drm/card{n}/device"
+    return {f"{folder}/vendor": vendor, f"{folder}/device": device} | {f"{folder}/{k}": v for k, v in files.items()}
+
+
+def amd(n: int, device: str, vram_gib: float, gtt_gib: float, **files: str) -> dict[str, str]:
+    memory = {"mem_info_vram_total": str(int(vram_gib * GIB)), "mem_info_gtt_total": str(int(gtt_gib * GIB))}
+    return drm(n, "0x1002", device, mem_info_vram_used="0", mem_info_gtt_used="0", **memory, **files)
+
+
+def said(device: Device) -> str:
+    return "\n".join(f"{finding.message} {finding.fix}" for finding in device.findings)
+
+
+# --- which of several ------------------------------------------------------------------------------------------------
+
+MIXED = [
+    card("NVIDIA GeForce RTX 3080", 10, "GPU-aaaa1111"),
+    card("NVIDIA GeForce RTX 5090", 31.8, "GPU-bbbb2222"),
+    card("NVIDIA GeForce RTX 3080", 10, "GPU-cccc3333"),
+]
+
+
+def test_cards_keep_the_order_of_their_addresses() -> None:
+    """ollama#5239: CUDA counts the fastest first, the driver by address. Plans name cards as the driver does."""
+    device = linux(nvml=nvidia(*MIXED))
+    assert [(c.number, c.match) for c in device.cards] == [
+        (0, "GeForce RTX 3080"), (1, "GeForce RTX 5090"), (2, "GeForce RTX 3080"),
+    ]  # fmt: skip
+    assert device.n_gpus == 3
+
+
+@pytest.mark.parametrize(
+    ("variable", "matches"),
+    [
+        ("1", ["GeForce RTX 5090"]),
+        ("2,1", ["GeForce RTX 5090", "GeForce RTX 3080"]),
+        ("GPU-bbbb", ["GeForce RTX 5090"]),
+        ("GPU-cccc3333, GPU-aaaa1111", ["GeForce RTX 3080", "GeForce RTX 3080"]),
+        ("0,7,1", ["GeForce RTX 3080"]),  # what is no GPU ends the list
+        ("", []),
+        ("-1", []),
+        ("1,1", []),
+    ],
+)
+def test_a_plan_is_for_the_cards_that_are_not_hidden(variable: str, matches: list[str]) -> None:
+    device = linux(nvml=nvidia(*MIXED), environment=f"CUDA_VISIBLE_DEVICES={variable}")
+    assert sorted(c.match for c in device.cards or ((device,) if matches else ())) == sorted(matches)
+    assert [c.number for c in device.cards] == list(range(len(device.cards)))
+    assert device.n_gpus == max(1, len(matches))
+    assert (device.accelerator == "cpu") == (not matches)
+    assert f"leaves {len(matches)} of 3" in said(device)
+    assert "does not answer" not in said(device)
+
+
+def test_what_hides_nothing_is_not_mentioned() -> None:
+    assert "VISIBLE" not in said(linux(nvml=nvidia(*MIXED), environment="CUDA_VISIBLE_DEVICES=0,1,2"))
+    assert visible(None, ["", ""]) == [0, 1]
+
+
+def test_cards_of_amd_are_hidden_by_its_own_variables() -> None:
+    files = amd(0, "0x744c", 24, 31, revision="0xc8") | amd(1, "0x744c", 20, 31, revision="0xcc")
+    assert linux(files).n_gpus == 2
+    device = linux(files, environment="HIP_VISIBLE_DEVICES=1")
+    assert (device.n_gpus, device.match) == (1, "Radeon RX 7900 XT")
+
+
+def test_the_probe_notes_what_chooses_gpus() -> None:
+    code = "from localllm.device.probes.systems import environment; print(environment())"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "CUDA_VISIBLE_DEVICES=1" in done.stdout
+
+
+# --- slices ----------------------------------------------------------------------------------------------------------
+
+REFUSED = (
+    "name, memory.total [MiB], memory.used [MiB], compute_cap\n"
+    "NVIDIA A100-SXM4-80GB, [Insufficient Permissions], [Insufficient Permissions], 8.0\n"
+)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"nvidia-smi": REFUSED},  # StableSwarmUI#388
+        {"nvml": nvidia({"name": "NVIDIA A100-SXM4-80GB", "cc_major": 8, "cc_minor": 0, "bus_bits": 5120})},
+        {"nvml": nvidia(card("NVIDIA H100 80GB HBM3", 80, mig=1))},  # the parent shows all its memory
+    ],
+)
+def test_a_slice_of_unknown_size_is_never_the_whole_card(outputs: dict[str, str]) -> None:
+    device = identify(Readings("linux", "x86_64", MEMORY, outputs))
+    assert device.accelerator == "cpu"
+    assert "a slice of any size" in said(device)
+    assert "--memory" in said(device)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib"),
+    [
+        (card("NVIDIA A100-SXM4-40GB", 40, mig=1, slices=[20 * GIB, 5 * GIB]), 20),
+        (card("GRID P40-24Q", 24), 24),
+        (card("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.75), 9.75),
+        (card("NVIDIA A40-12Q", 12), 12),
+    ],
+)
+def test_a_slice_of_known_size_has_that_and_no_cards_bandwidth(gpu: dict[str, object], gib: float) -> None:
+    device = linux(nvml=nvidia(gpu))
+    assert device.memory.total_bytes == pytest.approx(gib * GIB, rel=1e-6)
+    assert (device.match, device.bandwidth_gbps) == ("", None)
+
+
+def test_a_desktop_card_that_tells_no_memory_is_still_known() -> None:
+    device = linux(nvml=nvidia({"name": "NVIDIA GeForce RTX 4090"}))
+    assert (device.match, device.memory.total_bytes) == ("GeForce RTX 4090", 24 * GIB)
+
+
+# --- other makers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (amd(1, "0x744c", 24, 31, revision="0xc8", board_info="type : cem\n"), "Radeon RX 7900 XTX"),
+        (drm(1, "0x8086", "0xe211"), "Arc Pro B60"),  # lmstudio#1216: an A2000 beside a B60
+    ],
+)
+def test_a_card_of_another_maker_beside_an_nvidia_one_is_named(files: dict[str, str], name: str) -> None:
+    device = linux(files, nvml=nvidia(card("NVIDIA GeForce RTX 5060 Ti", 15.93)))
+    assert (device.match, device.n_gpus) == ("GeForce RTX 5060 Ti 16 GB", 1)
+    assert name in said(device)
+    assert "setup --backend vulkan" in said(device)
+
+
+def test_graphics_of_the_processor_are_no_second_card() -> None:
+    """Of a 9800X3D beside a 7900 XTX, with and without its maker's name of "unknown" memory chips."""
+    for more in ({}, {"mem_info_vram_vendor": "unknown"}, {"mem_info_vram_vendor": "unknown", "revision": "0xc1"}):
+        files = amd(0, "0x13c0", 0.5, 31, **more) | amd(
+            1, "0x744c", 24, 31, revision="0xc8", mem_info_vram_vendor="samsung"
+        )
+        device = linux(files)
+        assert (device.n_gpus, device.match) == (1, "Radeon RX 7900 XTX"), more
+        assert "here too" not in said(linux(amd(0, "0x13c0", 0.5, 31, **more), nvml=nvidia(card("RTX 4090", 24))))
+
+
+@pytest.mark.parametrize("device_id", ["0x164c", "0x15e7", "0x1681", "0x13fe", "0xffff"])
+def test_an_apu_is_one_pool_whatever_its_id(device_id: str) -> None:
+    carve_out = 12.0 if device_id == "0x13fe" else 0.5
+    device = linux(amd(0, device_id, carve_out, 31, mem_info_vram_vendor="unknown"))
+    assert device.kind == "unified"
+    assert device.memory.limit_bytes > 20 * GIB
+
+
+@pytest.mark.parametrize(
+    ("pci", "row", "gib"),
+    [
+        ("0xe20b", "Arc B580", 12), ("0xe20c", "Arc B570", 10), ("0xe211", "Arc Pro B60", 24), ("0xe212", "Arc Pro B50", 16),
+        ("0xe223", "Arc Pro B70", 32),
+    ],
+)  # fmt: skip
+def test_arcs_are_known_by_their_ids_and_several_count(pci: str, row: str, gib: int) -> None:
+    """ollama#17088, llmfit#609."""
+    one = linux(drm(0, "0x8086", pci))
+    assert (one.match, one.accelerator, one.memory.total_bytes) == (row, "vulkan", gib * GIB)
+    two = linux(drm(0, "0x8086", "0x7d67") | drm(1, "0x8086", pci) | drm(2, "0x8086", pci))
+    assert (two.n_gpus, two.memory.total_bytes) == (2, 2 * gib * GIB)
+    assert linux(drm(0, "0x8086", pci) | drm(1, "0x8086", pci), environment="GGML_VK_VISIBLE_DEVICES=0").n_gpus == 1
+
+
+VULKAN = """GPU0:
+	vendorID           = 0x8086
+	deviceID           = 0x{id}
+	deviceType         = PHYSICAL_DEVICE_TYPE_DISCRETE_GPU
+	deviceName         = {name}
+"""
+
+
+def test_an_arc_that_no_id_names_is_asked_of_vulkan() -> None:
+    slot = "DRIVER=xe\nPCI_SLOT_NAME=0000:03:00.0\n"
+    vulkan = VULKAN.format(id="e2ff", name="Intel(R) Arc(tm) B580 Graphics (BMG G21)")
+    assert linux(drm(0, "0x8086", "0xe2ff", uevent=slot), vulkaninfo=vulkan).match == "Arc B580"
+    own = linux(drm(0, "0x8086", "0x56a5", uevent=slot, lmem_total_bytes=str(6 * GIB)))
+    assert (own.kind, own.memory.total_bytes, own.bandwidth_gbps) == ("discrete", 6 * GIB, None)
+
+
+def test_intel_graphics_of_a_processor_are_no_card() -> None:
+    slot = "DRIVER=i915\nPCI_SLOT_NAME=0000:00:02.0\n"
+    assert linux(drm(0, "0x8086", "0x7d55", uevent=slot)).kind == "system"
+
+
+# --- Windows ---------------------------------------------------------------------------------------------------------
+
+
+def windows(processor: str, *adapters: str) -> Device:
+    key = r"HKEY_LOCAL_MACHINE\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
+    shown = "".join(
+        f"{key}\\{i:04}\n    DriverDesc    REG_SZ    {name}\n    MatchingDeviceId    REG_SZ    PCI\\VEN_8086&DEV_64A0\n"
+        for i, name in enumerate(adapters)
+    )
+    outputs = {
+        "memory-status": f"ullTotalPhys: {32 * GIB}\nullAvailPhys: {24 * GIB}\n",
+        "processor": f"    ProcessorNameString    REG_SZ    {processor}\n",
+        "display-class": shown,
+    }
+    return identify(Readings("windows", "AMD64", {}, outputs))
+
+
+@pytest.mark.parametrize(
+    ("processor", "adapter", "row", "gbps"),
+    [
+        ("Intel(R) Core(TM) Ultra 5 238V", "Intel(R) Arc(TM) 130V GPU (16GB)", "Lunar Lake", 136.5),  # ollama#13153
+        ("Intel(R) Core(TM) Ultra 7 258V", "Intel(R) Arc(TM) 140V GPU (16GB)", "Lunar Lake", 136.5),
+        ("Intel(R) Core(TM) Ultra 9 285H", "Intel(R) Arc(TM) 140T GPU (16GB)", "Arrow Lake", None),  # llmfit#676
+        ("Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R) Oryon(TM) CPU", "Qualcomm(R) Adreno(TM) X2-90 GPU",
+         "X2E-96-100", 228.0),
+        ("Snapdragon(R) X Elite - X1E78100 - Qualcomm(R) Oryon(TM) CPU", "Qualcomm(R) Adreno(TM) X1-85 GPU", "X1E-80/78", None),
+    ],
+)  # fmt: skip
+def test_what_windows_prints_is_known(processor: str, adapter: str, row: str, gbps: float | None) -> None:
+    device = windows(processor, adapter)
+    assert row in device.match
+    assert (device.bandwidth_gbps.value if device.bandwidth_gbps else None) == gbps
+
+
+# --- Macs ------------------------------------------------------------------------------------------------------------
+
+
+def mac(sysctl: str, architecture: str = "arm64", **outputs: str) -> Device:
+    return identify(Readings("macos", architecture, {}, {"sysctl": sysctl, **outputs}))
+
+
+SIZE = "hw.memsize: 17179869184\nhw.physicalcpu: 8\n"
+NO_CORES = '{"SPDisplaysDataType": [{"_name": "Display", "sppci_model": "Apple something"}]}'
+
+
+@pytest.mark.parametrize(
+    ("sysctl", "architecture", "outputs", "why"),
+    [
+        ("machdep.cpu.brand_string: Apple M1 (Virtual)\nhw.model: VirtualMac2,1\n", "arm64", {}, "a virtual machine"),
+        ("machdep.cpu.brand_string: Apple M4\nhw.model: VirtualMac2,1\n", "arm64", {}, "a virtual machine"),
+        ("machdep.cpu.brand_string: Apple M4\n", "arm64", {"system_profiler": NO_CORES}, "a virtual machine"),
+        ("machdep.cpu.brand_string: VirtualApple @ 2.50GHz processor\nsysctl.proc_translated: 1\n", "x86_64",
+         {"ioreg": '"gpu-core-count" = 8'}, "Rosetta"),
+        ("machdep.cpu.brand_string: Intel(R) Core(TM) i9-9880H CPU @ 2.30GHz\n", "x86_64", {}, "an Intel Mac"),
+    ],
+)  # fmt: skip
+def test_a_mac_without_its_gpu_says_why(sysctl: str, architecture: str, outputs: dict[str, str], why: str) -> None:
+    device = mac(sysctl + SIZE, architecture, metal="recommendedMaxWorkingSetSize = 5010795178 bytes", **outputs)
+    assert (device.accelerator, device.kind) == ("cpu", "system")
+    assert why in said(device)
+    assert ("Intel Mac" in said(device)) == (why == "an Intel Mac")
+
+
+def test_the_smaller_m5_pro_has_a_row() -> None:
+    device = mac("machdep.cpu.brand_string: Apple M5 Pro\nhw.memsize: 25769803776\n", ioreg='"gpu-core-count" = 16')
+    assert (device.match, device.compute_units) == ("M5 Pro (16-core GPU)", 16)
+
+
+@pytest.mark.parametrize(
+    ("pmset", "status"),
+    [
+        ("Battery Power:\n powermode            1\n", "warning"),  # macOS 26
+        (" lowpowermode 1\n", "warning"),
+        ("AC Power:\n powermode            2\n", "ok"),
+        (" powermode 0\n", "ok"),
+        (" lowpowermode 0\n", "ok"),
+    ],
+)
+def test_low_power_mode_by_either_name(pmset: str, status: str) -> None:
+    facts = replace(health.HealthFacts(), pmset=pmset)
+    device = mac("machdep.cpu.brand_string: Apple M2\n" + SIZE, ioreg='"gpu-core-count" = 10')
+    found = next(check for check in health.judge(device, facts) if check.name == "power")
+    assert found.status == status
+    if status == "warning":
+        assert pmset.split()[-2] in found.fix
