@@ -156,8 +156,8 @@ def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> 
 def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """CUDA's own libraries, which are not in the wheels: of the system where its toolkit is of that CUDA, else of the packages;
     and where they then lie."""
-    if host.system == "linux" and host.nvcc and host.nvcc[0] == found.cuda[0] and host.nvcc >= found.cuda:
-        return (), (f"{host.nvcc_path.rpartition('/bin/')[0]}/lib64",) if "/bin/" in host.nvcc_path else ()
+    if host.cuda_libraries and host.nvcc and host.nvcc[0] == found.cuda[0] and host.nvcc >= found.cuda:
+        return (), (host.cuda_libraries,)
     version = dotted(found.cuda)
     step = Step(
         f"the CUDA {version} libraries", ("install", "--target", TOOLKIT, f"cuda-toolkit[cudart,cublas]=={version}.*")

@@ -22,8 +22,9 @@ _USUAL_CORES = {"GB10": 20}
 @dataclass(frozen=True, slots=True)
 class BuildHost:
     """`version` of the installed llama-cpp-python, which every other build must have too; `own_backends` is what that one
-    can drive. `nvcc` None = no CUDA compiler; `cuda_driver` is the newest CUDA that the driver runs, `gcc` the C++ compiler's major
-    number where it is GCC, `glibc` the C library's version, `rocm` that of AMD's runtime; None = not here, or not known."""
+    can drive. `nvcc` None = no CUDA compiler, `cuda_libraries` the folder of its libraries ("" = not beside it); `cuda_driver`
+    is the newest CUDA that the driver runs, `gcc` the C++ compiler's major number where it is GCC, `glibc` the C library's
+    version, `rocm` that of AMD's runtime; None = not here, or not known."""
 
     system: str
     architecture: str
@@ -33,6 +34,7 @@ class BuildHost:
     cxx: bool = True
     nvcc: Version | None = None
     nvcc_path: str = ""
+    cuda_libraries: str = ""
     cuda_driver: Version | None = None
     glslc: bool = False
     vulkan_loader: bool = True
@@ -43,7 +45,10 @@ class BuildHost:
 
 def read(own_backends: tuple[str, ...]) -> BuildHost:
     """This machine. `own_backends`: what the build installed beside localllm can drive ("cpu" where nothing)."""
-    nvcc_path = shutil.which("nvcc") or next(filter(os.path.exists, ["/usr/local/cuda/bin/nvcc"]), "")
+    nvcc_path = shutil.which("nvcc") or next(
+        filter(os.path.exists, ["/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc"]), ""
+    )
+    nvcc = _nvcc_version(nvcc_path) if nvcc_path else None
     return BuildHost(
         system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
         architecture=platform.machine(),
@@ -51,8 +56,9 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
         n_cores=_n_cores(),
         own_backends=own_backends or ("cpu",),
         cxx=any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")),
-        nvcc=_nvcc_version(nvcc_path) if nvcc_path else None,
+        nvcc=nvcc,
         nvcc_path=nvcc_path,
+        cuda_libraries=_cuda_libraries(nvcc_path, nvcc) if nvcc else "",
         cuda_driver=_cuda_driver(),
         glslc=shutil.which("glslc") is not None,
         vulkan_loader=ctypes.util.find_library("vulkan") is not None or sys.platform == "win32",
@@ -98,9 +104,21 @@ def _nvcc_version(path: str) -> Version | None:
     return _version(run(path, "--version").partition("release ")[2])
 
 
+def _cuda_libraries(nvcc_path: str, version: Version) -> str:
+    """Where CUDA's libraries of that compiler lie on Linux; "" where they do not lie beside it (it may be a script)."""
+    root = os.path.dirname(os.path.dirname(os.path.realpath(nvcc_path)))
+    wanted = [f"{name}.so.{version[0]}" for name in ("libcudart", "libcublas")]
+    for folder in (f"{root}/lib64", f"{root}/targets/{platform.machine()}-linux/lib", f"{root}/lib"):
+        if all(os.path.exists(f"{folder}/{name}") for name in wanted):
+            return folder
+    return ""
+
+
 def _gcc() -> int | None:
-    """The major number of the g++ that nvcc takes; None where there is none (on a Mac g++ is clang)."""
-    path = shutil.which("g++") if sys.platform.startswith("linux") else None
+    """The major number of the g++ that nvcc takes, which these variables choose (Arch sets one); None where there is none (on a Mac
+    g++ is clang)."""
+    chosen = os.environ.get("CUDAHOSTCXX") or os.environ.get("NVCC_CCBIN") or "g++"
+    path = shutil.which(chosen) if sys.platform.startswith("linux") else None
     number = run(path, "-dumpversion").partition(".")[0].strip() if path else ""
     return int(number) if number.isdigit() else None
 

@@ -65,6 +65,19 @@ def test_a_system_compiler_that_is_new_enough_is_used_and_an_older_one_is_not() 
 
 
 @pytest.mark.parametrize(
+    ("nvcc", "libraries", "fetched"),
+    [((13, 1), "/usr/local/cuda/lib64", False), ((13, 1), "", True), ((12, 9), "/usr/local/cuda/lib64", True)],
+)
+def test_a_wheel_runs_with_this_systems_cuda_libraries_where_they_are_of_its_cuda(
+    nvcc: Version, libraries: str, fetched: bool
+) -> None:
+    device = resolve("rtx 4090")
+    first = found(device, replace(assumed(device), nvcc=nvcc, cuda_libraries=libraries))[0]
+    assert ("cuda-toolkit" in first.steps[0].command()) == fetched
+    assert (first.library_dirs == (libraries,)) != fetched
+
+
+@pytest.mark.parametrize(
     ("nvcc", "gcc", "glibc", "said"),
     [
         ((13, 0), 15, (2, 42), "C library 2.42"),
