@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import CatalogFileError, ModelFileError
+from localllm.library import names
 
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
@@ -101,7 +103,7 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
-        files = {f.name: f.stat().st_size for f in folder.glob("*.safetensors")}
+        files = {name: (folder / name).stat().st_size for name in names.mlx_weights(os.listdir(folder))}
         return from_hf.model_from_config(config, files, known=known, generation=_generation_config(folder))
     except (CatalogError, OSError, ValueError) as e:
         raise _unreadable(folder, e) from e

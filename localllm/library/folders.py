@@ -109,7 +109,7 @@ def best_projector(candidates: list[Path]) -> Path | None:
 def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = "") -> LocalModel | None:
     """The MLX (or plain Hugging Face) text model in `folder`, or None: it has a config.json and all its shards."""
     by_name = {f.name: f for f in files}
-    shards = [f for f in files if f.suffix == ".safetensors"]
+    shards = [by_name[name] for name in names.mlx_weights(by_name)]
     if "config.json" not in by_name or not shards:
         return None
     config = read_json(by_name["config.json"])
@@ -133,6 +133,8 @@ def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = 
 
 def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:
     if isinstance(quantized, dict):
+        if quantized.get("quant_method") and "quantization" not in config:
+            return str(quantized["quant_method"])[:20]
         mode, bits = quantized.get("mode"), quantized.get("bits")
         if isinstance(mode, str) and mode not in ("affine", ""):
             return mode

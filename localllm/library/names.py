@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -28,6 +29,13 @@ def mlx_quant_of(name: str) -> str:
     """The quant an MLX repository's name carries ("4bit", "mxfp4"), or ""."""
     found = _MLX_QUANT.findall(name)
     return str(found[-1]).lower() if found else ""
+
+
+def mlx_weights(names: Iterable[str]) -> list[str]:
+    """Those of a folder's .safetensors files that MLX reads: model*.safetensors where there are any. The same weights often
+    lie beside them once more in their maker's own form (consolidated.safetensors)."""
+    weights = [name for name in names if name.endswith(".safetensors")]
+    return [name for name in weights if name.startswith("model")] or weights
 
 
 def same_quant(asked: str, quant: str) -> bool:

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
-from localllm.library import app_folders, file_kinds, hf_cache, hub, names, other_apps, store, transfer, variants
+from localllm.library import (
+    app_folders,
+    file_kinds,
+    folders,
+    hf_cache,
+    hub,
+    names,
+    other_apps,
+    store,
+    transfer,
+    variants,
+)
 from localllm.library.catalog import load_catalog
 from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
@@ -29,6 +40,7 @@ if TYPE_CHECKING:
     from localllm_catalog.types import Model
 
 # Left free on the disk after a download: logs, the prefix cache and everybody else need some.
+_CONFIG = "config.json"
 RESERVE_BYTES = 512 << 20
 _CheckKind = Callable[[Path, RepoFile], None]
 # How often another file is taken, because the one that was picked by its name says that it is no model.
@@ -241,9 +253,22 @@ def _bring(
                     check = _check_kind if file in selection.files and is_gguf(file.name) else None
                     _bring_file(client, folder, listing, file, meter, patience, check)
                 meter.finished(file.size_bytes)
+                if file.name == _CONFIG and selection.format == "mlx":
+                    _check_format(folder / "snapshots" / listing.commit / file.name, listing.repo)
     _write_ref(folder, listing, wanted.revision)
     say(DownloadProgress("done", selection.files[0].name, selection.total_bytes, selection.total_bytes))
     return _as_local(folder, listing, selection, wanted)
+
+
+def _check_format(config: Path, repo: str) -> None:
+    """Raises DownloadError for weights in another program's format, before they travel."""
+    from localllm_catalog.from_hf import foreign_format
+
+    if foreign := foreign_format(folders.read_json(config)):
+        raise DownloadError(
+            f"the weights of {repo} are in {foreign}, which neither MLX nor llama.cpp runs",
+            hint="take a GGUF file of the model, or an MLX conversion (mlx-community has many)",
+        )
 
 
 def _is_there(folder: Path, listing: Listing, file: RepoFile) -> bool:

@@ -73,6 +73,8 @@ def _kinds(listing: Listing) -> dict[str, Kind]:
 
 def _mlx(listing: Listing) -> Selection | None:
     at_root = [f for f in listing.files if "/" not in f.name and f.name.lower().endswith(_MLX_FILES)]
+    weights = names.mlx_weights(f.name for f in at_root)
+    at_root = [f for f in at_root if f.name in weights or not f.name.endswith(".safetensors")]
     if not any(f.name.endswith(".safetensors") for f in at_root) or not any(f.name == "config.json" for f in at_root):
         return None
     # The small files first: what is wrong with them is known before the large ones travel.

@@ -221,7 +221,7 @@ def expand_pattern(pattern: list[str], n_layers: int) -> list[LayerKind]:
 
 
 def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
-    """(state elements, mixer weights) of one recurrent layer of `kind` gated_delta, mamba2, short_conv or kda.
+    """(state elements, mixer weights) of one recurrent layer of `kind` gated_delta, mamba2, mamba, wkv, short_conv or kda.
 
     State: https://github.com/ggml-org/llama.cpp src/llama-hparams.cpp (n_embd_r + n_embd_s). Weights: the layers of
     https://github.com/ml-explore/mlx-lm models/{qwen3_next,nemotron_h,lfm2,bailing_moe_v3}.py, 0.32.2.
@@ -242,6 +242,12 @@ def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
         channels = inner + 2 * groups * state
         weights = hidden * (inner + channels + heads) + channels * (conv + 1) + inner * hidden + inner + 3 * heads
         return (conv - 1) * channels + state * inner, weights
+    if kind == "mamba":
+        inner, state, rank = (int(facts[key]) for key in ("inner", "state", "rank"))
+        weights = 3 * hidden * inner + inner * (conv + 1) + inner * (2 * rank + 2 * state + 1) + inner * (state + 1)
+        return (conv - 1) * inner + state * inner, weights
+    if kind == "wkv":
+        return hidden * int(facts["head"]) + 2 * hidden, 4 * hidden * hidden + 2 * hidden * int(facts["ranks"])
     if kind == "kda":
         heads, size = int(facts["heads"]), int(facts["state"])
         width = heads * size
@@ -250,7 +256,9 @@ def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
         gates = 2 * (hidden + width) * rank if rank else 2 * hidden * width
         weights = 4 * hidden * width + gates + 3 * width * conv + hidden * heads + heads + width
         return 3 * (conv - 1) * width + size * width, weights
-    raise BadCatalogError(f"{kind!r} is not a recurrent kind", "known: gated_delta, mamba2, short_conv, kda")
+    raise BadCatalogError(
+        f"{kind!r} is not a recurrent kind", "known: gated_delta, mamba2, mamba, wkv, short_conv, kda"
+    )
 
 
 def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from localllm_catalog import shapes, stated
+from localllm_catalog import config_defaults, shapes, stated
 from localllm_catalog.build import build_layers
 from localllm_catalog.errors import BadHeaderError, CatalogError
 from localllm_catalog.from_gguf import MAX_LAYERS, describe
@@ -47,7 +47,9 @@ _SLIDING_PERIOD = {
 }
 _FULL_EVERY = {"qwen3_next": 4, "qwen3_5": 4, "qwen3_5_text": 4, "qwen3_5_moe": 4, "qwen3_5_moe_text": 4}
 _GATED_QUERIES = frozenset({*_FULL_EVERY, "muse_glimmer", "muse_glimmer_text"})
-_PLAIN_FFN = frozenset({"nemotron_h", "starcoder2", "phi", "gpt2", "gpt_neox"})
+_MAMBAS = frozenset({"mamba", "falcon_mamba", "mamba2"})
+_ALL_RECURRENT = _MAMBAS | {"rwkv7"}
+_PLAIN_FFN = frozenset({"nemotron_h", "starcoder2", "phi", "gpt2", "gpt_neox", "rwkv7"})
 _KNOWN_PLAIN = frozenset(
     {"llama", "mistral", "mistral3", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl",
      "qwen3_vl_moe", "phi3", "phimoe", "gemma", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "glm4_moe_lite",
@@ -73,7 +75,7 @@ def model_from_config(
     """
     try:
         raw = _raw(config, repo)
-        layers = build_layers(raw)
+        layers = _overridden(build_layers(raw), _Config(config))
     except CatalogError as error:
         raise BadHeaderError(f"config.json: {error.message}", error.hint) from error
     except (KeyError, TypeError, ValueError) as error:
@@ -95,13 +97,20 @@ class _Config:
         self.text: Mapping[str, Any] = text if isinstance(text, Mapping) else {}
         self.whole = config
         self.type = shown(str(self.text.get("model_type") or config.get("model_type") or ""))
+        if self.text and not self.text.get("model_type"):
+            self.type = config_defaults.wrapped(self.type)
+        # A nested config is written as what differs from its family; one that stands alone states its shapes.
+        defaults = config_defaults.of_type(self.type)
+        nested = bool(self.text) or self.type in _ALL_RECURRENT or self.type.startswith("gemma")
+        self.defaults: Mapping[str, Any] = defaults if nested else {}
 
     def get(self, *names: str) -> Any:
-        """The first of these that is there and not null."""
-        for name in names:
-            for table in (self.text, self.whole):
-                if table.get(name) is not None:
-                    return table[name]
+        """The first of these that is there and not null, else what the family means by its absence."""
+        for tables in ((self.text, self.whole), (self.defaults,)):
+            for name in names:
+                for table in tables:
+                    if table.get(name) is not None:
+                        return table[name]
         return None
 
     def number(self, *names: str, default: int | None = None) -> int:
@@ -111,6 +120,11 @@ class _Config:
             value = value[0]
         if value is None and default is not None:
             return default
+        if value is None:
+            raise BadHeaderError(
+                f"{names[0]} is not stated, and what {self.type or 'a model without a type'} takes for it is not known",
+                "take a GGUF file of the model, or a repository whose config.json says it",
+            )
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_NUMBER:
             raise BadHeaderError(f"{names[0]} is {str(value)[:40]!r}, not a plain number")
         return value
@@ -119,11 +133,11 @@ class _Config:
 def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
     """The config as a table of our own family files, so that one piece of code builds layers from both."""
     facts = _Config(config)
-    n_layers = facts.number("num_hidden_layers", "n_layer", "num_layers")
+    n_layers = facts.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if not 1 <= n_layers <= MAX_LAYERS:
         raise BadHeaderError(f"{n_layers} layers are not a language model")
-    heads = facts.number("num_attention_heads", "n_head")
-    hidden = facts.number("hidden_size", "n_embd")
+    hidden = facts.number("hidden_size", "n_embd", "d_model")
+    heads = _heads(facts, hidden)
     if not heads or not hidden:
         raise BadHeaderError("a model needs attention heads and a hidden size")
     name = shown(str(config.get("_name_or_path") or repo or facts.type)).rstrip("/").rpartition("/")[2] or "model"
@@ -143,7 +157,8 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
         "tied": bool(facts.get("tie_word_embeddings")),
         "attention_gate": facts.type in _GATED_QUERIES,
         "ffn_matrices": 2 if facts.type in _PLAIN_FFN else 3,
-        "split_blocks": facts.type == "nemotron_h",
+        # Blocks that are a mixer or a feed-forward, never both.
+        "split_blocks": facts.type == "nemotron_h" or facts.type in _MAMBAS,
         "shared_kv_layers": facts.number("num_kv_shared_layers", default=0),
         "mtp_layers": facts.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
     }
@@ -160,12 +175,43 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
     return raw
 
 
+def _overridden(layers: tuple[Layer, ...], facts: _Config) -> tuple[Layer, ...]:
+    """`layers` with what per_layer_config says of single ones (by number, or by their kind's name)."""
+    said = facts.get("per_layer_config")
+    if isinstance(said, list):
+        said = dict(enumerate(said))
+    if not isinstance(said, Mapping):
+        return layers
+    changed = []
+    for index, layer in enumerate(layers):
+        of_kind = next((said[word] for word in said if _KINDS.get(str(word)) == layer.kind), None)
+        own = said.get(str(index), said.get(index, of_kind))
+        if isinstance(own, Mapping) and layer.kind in ("full", "sliding"):
+            one = _Config(own)
+            head_dim = one.number("head_dim", default=layer.head_dim_k)
+            kv_heads = one.number("num_key_value_heads", default=layer.n_kv_heads)
+            layer = replace(layer, n_kv_heads=kv_heads, head_dim_k=head_dim, head_dim_v=head_dim)
+        changed.append(layer)
+    return tuple(changed)
+
+
+def _heads(facts: _Config, hidden: int) -> int:
+    """Attention heads; of models that have none, those that their state is divided into."""
+    if facts.type in ("mamba", "falcon_mamba"):
+        return 1
+    if facts.type == "rwkv7":
+        return hidden // max(1, facts.number("head_dim"))
+    return facts.number("num_attention_heads", "n_head", *(("num_heads",) if facts.type in _MAMBAS else ()))
+
+
 def _pattern(raw: dict[str, Any], facts: _Config) -> list[str]:
     n_layers = raw["layers"]
     letters = facts.get("hybrid_override_pattern")
     listed = facts.get("layer_types", "layers_block_type")
     indices = facts.get("full_attn_idxs")
-    if isinstance(listed, list) and len(listed) >= n_layers:
+    if facts.type in _ALL_RECURRENT:
+        kinds = ["recurrent"] * n_layers
+    elif isinstance(listed, list) and len(listed) >= n_layers:
         kinds = [_kind(str(item)) for item in listed[:n_layers]]
     elif isinstance(letters, str) and len(letters) == n_layers and set(letters) <= set(_LETTERS):
         kinds = [_LETTERS[letter] for letter in letters]
@@ -226,13 +272,31 @@ def _add_recurrent(raw: dict[str, Any], facts: _Config) -> None:
         }
     elif facts.get("conv_L_cache") is not None:
         raw["recurrent"] = {"kind": "short_conv", "conv": facts.number("conv_L_cache")}
+    elif facts.type == "rwkv7":
+        ranks = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
+        raw["recurrent"] = {
+            "kind": "wkv",
+            "conv": 0,
+            "head": raw["head_dim"],
+            "ranks": sum(facts.number(rank, default=64) for rank in ranks),
+        }
+    elif facts.type in ("mamba", "falcon_mamba"):
+        raw["recurrent"] = {
+            "kind": "mamba",
+            "inner": facts.number("intermediate_size", "d_inner", default=2 * raw["hidden"]),
+            "state": facts.number("state_size", "d_state"),
+            "rank": facts.number("time_step_rank", default=-(-raw["hidden"] // 16))
+            if facts.get("time_step_rank") != "auto"
+            else -(-raw["hidden"] // 16),
+            "conv": facts.number("conv_kernel", "d_conv"),
+        }
     else:
-        heads = facts.number("mamba_num_heads", "mamba_n_heads")
+        heads = facts.number("mamba_num_heads", "mamba_n_heads", "num_heads")
         raw["recurrent"] = {
             "kind": "mamba2",
             "heads": heads,
-            "inner": heads * facts.number("mamba_head_dim", "mamba_d_head"),
-            "state": facts.number("ssm_state_size", "mamba_d_state"),
+            "inner": heads * facts.number("mamba_head_dim", "mamba_d_head", "head_dim"),
+            "state": facts.number("ssm_state_size", "mamba_d_state", "state_size"),
             "groups": facts.number("n_groups", "mamba_n_groups", default=1),
             "conv": facts.number("conv_kernel", "mamba_d_conv", default=4),
         }
@@ -301,14 +365,45 @@ def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> 
     )
 
 
+# Formats of other programs, by quant_method (QuantizationMethod of https://github.com/huggingface/transformers), in words.
+_FOREIGN = {
+    "fp8": "FP8", "fbgemm_fp8": "FP8 (FBGEMM)", "compressed-tensors": "compressed-tensors", "bitsandbytes": "bitsandbytes",
+    "awq": "AWQ", "gptq": "GPTQ", "modelopt": "NVIDIA ModelOpt's format",
+}  # fmt: skip
+_OUR_MODES = frozenset({"", "mlx", "affine", "mxfp4", "mxfp8", "nvfp4", "bitnet"})
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    text = config.get("text_config")
+    tables = (config, text if isinstance(text, Mapping) else {})
+    found = (t.get(key) for key in ("quantization", "quantization_config", "compression_config") for t in tables)
+    return next((section for section in found if isinstance(section, Mapping) and section), None)
+
+
+def foreign_format(config: Mapping[str, Any]) -> str:
+    """What another program's format the weights are in, in words ("AWQ", "FP8"); "" where MLX runs them."""
+    section = _quantization(config) or {}
+    method = str(section.get("quant_method") or "").lower()
+    if not method and ("load_in_4bit" in section or "load_in_8bit" in section):
+        method = "bitsandbytes"
+    return "" if method in _OUR_MODES else _FOREIGN.get(method, shown(method)[:40])
+
+
 def quant_of(config: Mapping[str, Any]) -> str:
     """The MLX format a config's quantization section describes: "4bit", "8bit-g32", "mxfp4"; "bf16" without one."""
-    section = config.get("quantization") or config.get("quantization_config")
-    if not isinstance(section, Mapping):
+    section = _quantization(config)
+    if section is None:
         return "bf16"
+    if foreign := foreign_format(config):
+        raise BadHeaderError(
+            f"its weights are in {foreign}, which MLX does not run",
+            "take an MLX conversion of the model (mlx-community has many), or a GGUF file of it",
+        )
     mode = str(section.get("mode") or section.get("quant_method") or "affine")
     if mode in ("mxfp4", "mxfp8", "nvfp4"):
         return mode
+    if mode == "bitnet":
+        return "bf16"
     bits, group = section.get("bits"), section.get("group_size", 64)
     name = f"{bits}bit" if group == 64 else f"{bits}bit-g{group}"
     mlx_bits(name)

@@ -198,3 +198,32 @@ def test_raw_parts_are_to_be_joined(hub: Hub, patience: Patience, tmp_path: Path
     with pytest.raises(DownloadError, match="raw parts"):
         pull(f"{REPO}:Q4_K_M", patience=patience)
     assert pull(REPO, patience=patience).quant == "Q2_K"
+
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors", "bitsandbytes"])
+def test_weights_in_a_format_of_other_programs_do_not_travel(hub: Hub, patience: Patience, method: str) -> None:
+    config = {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}}
+    hub.add("org/Other", {"config.json": json.dumps(config).encode(), "model.safetensors": bytes(40_000)})
+    with pytest.raises(DownloadError, match="which neither MLX nor") as e:
+        pull("org/Other", patience=patience)
+    assert "GGUF" in e.value.hint
+    assert not hub.contents(), "the weights stayed where they are"
+
+
+def test_the_same_weights_in_two_forms_are_fetched_once(hub: Hub, patience: Patience) -> None:
+    from localllm.library import store
+
+    files = {"config.json": json.dumps(CONFIG).encode(), "consolidated.safetensors": bytes(50_000)}
+    shards = {f"model-{n:05d}-of-00002.safetensors": bytes([n]) * 20_000 for n in (1, 2)}
+    hub.add("mistralai/Both", {**files, **shards, "tokenizer.json": b"{}"})
+    brought = pull("mistralai/Both", patience=patience)
+    assert brought.size_bytes == 40_000
+    assert [f.name for f in brought.files] == list(shards)
+    assert [(m.name, m.size_bytes) for m in store.scan() if m.origin != "starter"] == [("Both", 40_000)]
+    assert len(hub.contents()) == 2
