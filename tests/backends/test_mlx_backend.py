@@ -176,10 +176,13 @@ def test_after_any_history_logits_are_those_of_the_tokens_held(load: Callable[..
                 backend.drop(some)
                 del held[some]
             elif what == "copy" and held[some]:
-                data = backend.export_range(some, 0, len(held[some]))
+                data, n = backend.export_range(some, 0, len(held[some])), len(held[some])
+                state = backend.export_state(some) if backend.capabilities.states else None
                 other = backend.new_sequence()
                 held[other] = []
-                backend.import_range(other, data, 0, len(held[some]))
+                backend.import_range(other, data, 0, n)
+                if state is not None:
+                    backend.import_state(other, state, n)
                 held[other] = list(held[some])
             else:
                 step(backend, judge, held, guess, rng)
@@ -456,3 +459,56 @@ def test_hundreds_of_requests_leave_nothing_behind(load: Callable[..., Any], req
     finally:
         gc.enable()
     engine.check_integrity()
+
+
+# --- state apart from KV -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["sliding", "hybrid"])
+def test_a_state_is_as_large_behind_many_tokens_as_behind_few(load: Callable[..., Any], shape: str) -> None:
+    """And the KV that is stored once, in pieces, is of the layers that keep every token."""
+    backend = load(shape)
+    sequence, _ = start(backend, line(200))
+    few, kv = backend.state_bytes(sequence), len(backend.export_range(sequence, 0, 200))
+    for i in range(6):
+        backend.step([Chunk(sequence, line(60, i))])
+    assert abs(backend.state_bytes(sequence) - few) < 200, "a header's figures"
+    assert abs(len(backend.export_range(sequence, 200, 400)) - kv) < 200
+    assert backend.state_bytes(sequence) == len(backend.export_state(sequence))
+
+
+@pytest.mark.parametrize("shape", ["sliding", "hybrid"])
+def test_a_state_is_taken_beside_streams_that_go_on(load: Callable[..., Any], shape: str) -> None:
+    """What was begun for them ahead stays begun, though it has moved the state already."""
+    backend, judge = load(shape), load(shape)
+    texts = [line(30 + i, i) for i in range(2)]
+    sequences = [start(backend, text)[0] for text in texts]
+    newest = [5, 6]
+    for _ in range(6):
+        result = backend.step([Chunk(s, [t]) for s, t in zip(sequences, newest, strict=True)])
+        for text, token in zip(texts, newest, strict=True):
+            text.append(token)
+        newest = [result.argmax(i)[0] for i in range(2)]
+    assert backend.stepper.ahead is not None
+    state, n = backend.export_state(sequences[0]), len(texts[0])
+    calls = Calls(backend)
+    result = backend.step([Chunk(s, [t]) for s, t in zip(sequences, newest, strict=True)])
+    assert calls.n == 1, "the step behind that one: this was computed already"
+    assert_same(alone(judge, [*texts[1], newest[1]]), result.logits(1)[0])
+    copy = backend.fork_state(sequences[0], state, n)
+    assert_same(alone(judge, [*texts[0], 9]), backend.step([Chunk(copy, [9])]).logits(0)[0])
+
+
+def test_a_batch_forms_by_one_submission_and_one_wait(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by one for each layer."""
+    import mlx.core as mx
+
+    backend = load()
+    sequences = [start(backend, line(20 + i, i))[0] for i in range(3)]
+    waited: list[int] = []
+    wait = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *arrays: (waited.append(1), wait(*arrays)))
+    backend.step([Chunk(s, [5]) for s in sequences])
+    assert len(waited) == 1

@@ -28,7 +28,8 @@ from localllm_backends.contract import (
 from localllm_backends.mlx import blob, memory
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
-from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, Sizes, arrays_of
+from localllm_backends.mlx.kv_export import KvExport
+from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, Sizes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, MlxStepResult, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
 
@@ -77,13 +78,16 @@ class MlxBackend(Backend):
             looks_ahead=loaded.n_shares == 1, fused=shapes.widths <= _FUSED_WIDTHS,
         )  # fmt: skip
         self._bound = memory.BufferBound(_total_bytes())
+        # Where no layer keeps every token there is nothing that states could be apart from.
+        apart = layout.keeps_tokens and not layout.plain and loaded.n_shares == 1
         on_gpu = mx.default_device() != mx.Device(mx.cpu)
         self.capabilities = Capabilities(
             rewind="any" if layout.plain else "none" if layout.recurrent and not self._n_rewind else "bounded",
             rewind_tokens=self._n_rewind if layout.recurrent else layout.slack,
             # The first token written after a fork copies the buffers, so a fork's cells are taken when it is made.
             shares_cells=False,
-            segments=layout.plain,
+            segments=layout.plain or apart,
+            states=apart,
             exact_batching=False,
             kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
             # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far away.
@@ -91,7 +95,8 @@ class MlxBackend(Backend):
             kv_on_device=on_gpu,
         )
         self.info = _model_info(loaded)
-        self._identity = f"{self.info.fingerprint} {shapes.kv_type}"
+        identity = f"{self.info.fingerprint} {shapes.kv_type}"
+        self._exports = KvExport(identity, layout, shapes, self.stepper, self.capabilities.states)
         self._warm_up()
 
     # --- vocabulary (any thread) ---------------------------------------------------------------------------------
@@ -264,70 +269,48 @@ class MlxBackend(Backend):
         line = self._line(sequence)
         if not 0 <= start < stop <= line.length:
             raise BackendFailure(f"can't export tokens {start} to {stop} of {line.length}")
-        if not self._layout.plain and (start, stop) != (0, line.length):
-            raise CannotRewindError("this model's memory can only be exported whole")
         if line.broken:
             raise BackendFailure("this sequence was lost when a step failed")
-        self.stepper.settle(line)
-        self.stepper.read_again(line)
-        held = line
-        if line.batch is not None and not self._layout.plain:
-            held = SequenceCache(0, self._layout)
-            line.batch.copy_row(line, held)
-        parts = []
-        if held.batch is not None:
-            row = held.batch.row_of(held)
-            parts = [
-                blob.BlobPart(start, [p[row : row + 1, :, start:stop, :] for p in leaf.planes])
-                for leaf in held.batch.leaves
-            ]
-        else:
-            for leaf in held.leaves:
-                if isinstance(leaf, LineAttention):
-                    first = leaf.needed(start, stop)
-                    parts.append(blob.BlobPart(leaf.start + first, leaf.read(first, stop - leaf.start)))
-                else:
-                    parts.append(blob.BlobPart(stop, list(leaf.cache)))
-        return blob.pack(self._identity, blob.Blob(start, stop, parts))
+        return self._exports.export_range(line, start, stop)
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         self._check_owner()
         line = self._line(sequence)
-        block = blob.unpack(self._identity, data)
-        if not block.start <= start < stop <= block.stop:
-            raise BackendFailure("this is not an exported KV block of these tokens")
         if line.length != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {line.length} held")
         self._require_cells(stop - start)
-        if not self._layout.plain and (start, stop, block.start) != (0, block.stop, 0):
-            raise CannotRewindError("this model's memory can only be imported whole")
-        line.alone()
-        self._check_shapes(block)
-        for leaf, part in zip(line.leaves, block.parts, strict=True):
-            if isinstance(leaf, LineAttention):
-                if self._layout.plain:
-                    cut = [a[:, :, start - block.start : stop - block.start] for a in part.arrays]
-                    leaf.write(cut, start)
-                else:
-                    leaf.write(part.arrays, part.position)
-            else:
-                leaf.cache = list(part.arrays)
-        line.buffers = object()
-        # A line that can be cut comes in many blocks: its buffers are made when the last one is there.
-        if not self._layout.plain:
-            mx.eval(arrays_of(line.leaves))
-        line.predicted, line.undo = None, None
-        line.length = stop
+        self._exports.import_range(line, data, start, stop)
 
-    def _check_shapes(self, block: blob.Blob) -> None:
-        """The block's arrays are such as this model makes."""
-        fits = len(block.parts) == len(self._shapes.leaves)
-        for part, arrays, slots in zip(block.parts, self._shapes.leaves, self._shapes.slots, strict=False):
-            fits = fits and blob.same_arrays(part.arrays, arrays, axis=2 if slots else None)
-            tokens = {int(a.shape[2]) for a in part.arrays} if slots and fits else set()
-            fits = fits and (not slots or (len(tokens) == 1 and part.position + next(iter(tokens)) == block.stop))
-        if not fits:
-            raise BackendFailure("this KV block holds arrays of another shape than this model's")
+    def state_bytes(self, sequence: SequenceId) -> int:
+        return blob.packed_bytes(self._exports.identity, self._exports.state(self._line(sequence)))
+
+    def export_state(self, sequence: SequenceId) -> bytes:
+        self._check_owner()
+        line = self._line(sequence)
+        if line.broken:
+            raise BackendFailure("this sequence was lost when a step failed")
+        return blob.pack(self._exports.identity, self._exports.state(line))
+
+    def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
+        self._check_owner()
+        line = self._line(sequence)
+        if not 0 < n_tokens <= line.length:
+            raise BackendFailure(f"can't go to {n_tokens} of {line.length} tokens")
+        self._exports.load_state(line, self._exports.read_state(data, n_tokens))
+
+    def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
+        self._check_owner()
+        line = self._line(source)
+        if not 0 < n_tokens <= line.length:
+            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {line.length} tokens")
+        state = self._exports.read_state(data, n_tokens)
+        self._require_cells(n_tokens)
+        target = self.new_sequence()
+        self.stepper.settle(line)
+        self.stepper.read_again(line)
+        line.fork_into(self._lines[target], n_tokens)
+        self._exports.load_state(self._lines[target], state)
+        return target
 
     # --- facts ---------------------------------------------------------------------------------------------------
 

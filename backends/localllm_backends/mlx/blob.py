@@ -39,14 +39,21 @@ class Blob:
 
 def pack(identity: str, blob: Blob) -> bytes:
     """The bytes of `blob`; `identity` names the model and how its memory is stored."""
-    leaves = []
-    bodies: list[Any] = []
-    for part in blob.parts:
-        leaves.append([part.position, [[list(a.shape), _name(a)] for a in part.arrays]])
-        bodies.extend(_carried(a) for a in part.arrays)
+    bodies = [_carried(a) for part in blob.parts for a in part.arrays]
     mx.eval(bodies)
-    header = json.dumps({"of": identity, "start": blob.start, "stop": blob.stop, "leaves": leaves}).encode()
+    header = _described(identity, blob)
     return b"".join([_HEAD.pack(_MAGIC, len(header)), header, *(memoryview(b) for b in bodies)])
+
+
+def packed_bytes(identity: str, blob: Blob) -> int:
+    """How many bytes `pack` gives, without computing them."""
+    held = sum(int(a.nbytes) for part in blob.parts for a in part.arrays)
+    return _HEAD.size + len(_described(identity, blob)) + held
+
+
+def _described(identity: str, blob: Blob) -> bytes:
+    leaves = [[part.position, [[list(a.shape), _name(a)] for a in part.arrays]] for part in blob.parts]
+    return json.dumps({"of": identity, "start": blob.start, "stop": blob.stop, "leaves": leaves}).encode()
 
 
 def unpack(identity: str, data: bytes | memoryview) -> Blob:

@@ -17,6 +17,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from localllm_backends.contract import KvType, LoadError
 from localllm_backends.mlx.attention import BatchAttention, BatchOffsets, KvFormat, LineAttention, phase_of
 
+# A batch that forms copies its rows, and waits for those copies whenever they come to so much.
+_COPIED_AT_ONCE_BYTES = 2**28
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
@@ -36,6 +39,7 @@ class Layout:
         self.windows = sorted({leaf.size for leaf in leaves if leaf.kind == "window"})
         self.recurrent = any(leaf.kind == "state" for leaf in leaves)
         self.attention = any(leaf.kind != "state" for leaf in leaves)
+        self.keeps_tokens = any(leaf.kind == "full" for leaf in leaves)
 
     @property
     def plain(self) -> bool:
@@ -149,12 +153,16 @@ class SequenceCache:
         if self.batch is not None:
             self.batch.extract(self)
 
+    def goes_on_at(self, n_tokens: int) -> None:
+        """Its buffers were filled, and stand for `n_tokens`."""
+        self.length, self.replay, self.undo, self.predicted = n_tokens, [], None, None
+        self.buffers = object()
+
     def clear(self) -> None:
         if self.batch is not None:
             self.batch.forget(self)
         self.caches, self.leaves = self.layout.build(self.layout.line_leaf)
-        self.length, self.replay, self.undo, self.predicted = 0, [], None, None
-        self.buffers = object()
+        self.goes_on_at(0)
 
     def snapshot(self) -> list[list[Any]]:
         return [list(leaf.cache) for leaf in self.states]
@@ -209,8 +217,8 @@ class SequenceBatch:
         return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
 
     def become(self, lines: Seq[SequenceCache]) -> None:
-        """Hold exactly `lines`. BatchOffsets that leave get buffers of their own; a layer at a time, so that no
-        more than one layer is ever held twice."""
+        """Hold exactly `lines`. BatchOffsets that leave get buffers of their own; as many layers at a time as are small, so
+        that little is ever held twice."""
         if self.is_of(lines):
             return
         here = [line for line in self.lines if line.batch is self]
@@ -224,6 +232,7 @@ class SequenceBatch:
             return
         sources = [(self.row_of(line) if line in staying else None, line) for line in lines]
         offsets = {w: [self._stand(rows, i, line, w) for i, line in sources] for w, rows in self._rows.items()}
+        copied: list[Any] = []
         for n, leaf in enumerate(self.leaves):
             if isinstance(leaf, ArraysCache):
                 states = [
@@ -231,14 +240,17 @@ class SequenceBatch:
                     for i, line in sources
                 ]
                 leaf.cache = [mx.concatenate(list(parts), axis=0) for parts in zip(*states, strict=True)]
-                mx.eval(leaf.cache)
             else:
                 rows = [leaf.row(i) if i is not None else line.leaves[n].read_used() for i, line in sources]
                 leaf.fill(rows, max(int(r[0].shape[2]) for r in rows) + 1)
-                mx.eval(leaf.planes)
             for i, line in sources:
                 if i is None:
                     line.leaves[n] = None
+            copied += arrays_of([leaf])
+            if sum(int(a.nbytes) for a in copied) > _COPIED_AT_ONCE_BYTES:
+                mx.eval(copied)
+                copied = []
+        mx.async_eval(copied)
         for w, place in self._rows.items():
             place.offsets = [o for o, _ in offsets[w]]
             place.starts = [s for _, s in offsets[w]]

@@ -358,6 +358,15 @@ class Stepper:
         if self.ahead is not None and self._layout.recurrent and any(x is line for x in self.ahead.lines):
             self.undo_ahead()
 
+    def recurrent_state(self, line: SequenceCache) -> list[list[Any]]:
+        """The arrays behind all tokens of `line`, whatever was started for it unasked."""
+        ahead = self.ahead if self.ahead is not None and any(x is line for x in self.ahead.lines) else None
+        held = (line.batch or line).snapshot() if ahead is None else ahead.state
+        if line.batch is None:
+            return held
+        row = line.batch.row_of(line)
+        return [[a[row : row + 1] for a in arrays] for arrays in held]
+
     def lost(self, lines: Seq[SequenceCache]) -> list[SequenceCache]:
         """A step over `lines` failed: every line whose buffers it may have touched. Forgets what was begun."""
         ahead, self.ahead = self.ahead, None
