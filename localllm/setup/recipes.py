@@ -99,7 +99,7 @@ def _plus_rpc(step: Step) -> Step:
 def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[str]:
     """The backends that can drive `device`, in the order in which they are tried; nothing for the processor alone."""
     if device.accelerator == "rocm":
-        if preferred is not None and preferred.backend == "rocm":
+        if device.compute_capability in _COMPUTE_ALONE or (preferred is not None and preferred.backend == "rocm"):
             return ["rocm", "vulkan"]
         return ["vulkan", "rocm"] if host.rocm is not None else ["vulkan"]
     kinds = (device.accelerator, *KINDS[device.accelerator].instead)
@@ -155,6 +155,8 @@ ROCM_CODE = {
     ),
 }  # fmt: skip
 ROCM_MAJOR = 7
+# Instincts have no graphics, and no Vulkan driver that is worth trying first.
+_COMPUTE_ALONE = ("gfx908", "gfx90a", "gfx942", "gfx950")
 
 
 def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
@@ -247,8 +249,8 @@ def _own(device: Device, backend: str) -> BuildRecipe:
     if backend != "cpu":
         because = f"the installed llama.cpp is made for {KINDS[backend].label} already"
         return BuildRecipe("own", backend, f"llama.cpp for {KINDS[backend].label}, as it is installed", because)
-    wrong = next((finding for finding in device.findings if finding.level != "info"), None)
+    # What has a flag for its fix is about plans.
+    wrong = next((f for f in device.findings if f.level != "info" and not f.fix.startswith("--")), None)
     if wrong is not None:
-        because = f"no build helps before that is mended: {wrong.message}"
-        return BuildRecipe("own", backend, "the processor's build goes on", because)
+        return BuildRecipe("own", backend, "the processor's build goes on", wrong.message)
     return BuildRecipe("own", backend, "nothing to build", "the installed llama.cpp is made for the processor already")

@@ -64,6 +64,21 @@ def test_rocm_is_taken_where_it_is_faster_and_vulkan_where_nothing_is_known() ->
     assert "it is faster" in told.because
 
 
+def test_a_card_without_graphics_is_rocms_first() -> None:
+    instinct = replace(resolve("mi300x"), compute_capability="gfx942")
+    (recipe,) = recipes.recipes_for(instinct, assumed(instinct), "", steps.Preferred("vulkan", "it is faster"))
+    assert [made.backend for made in (recipe, *recipe.otherwise)] == ["rocm", "vulkan"]
+    assert "ROCm 7" in recipe.needs[0]
+
+
+@pytest.mark.parametrize("name", ["snapdragon x elite", "ryzen 9 9950x"])
+def test_what_is_not_known_of_a_processor_is_no_reason_of_a_build(name: str) -> None:
+    machine = resolve(name)
+    said = "\n".join(command.lines(machine, command.recipes_of(machine, assumed(machine))))
+    assert "nothing to build" in said
+    assert "--bandwidth" not in said
+
+
 def test_the_planner_is_asked_which_of_two_backends_is_faster() -> None:
     halo = resolve("strix halo")
     preferred = engine_builds.preferred(halo)

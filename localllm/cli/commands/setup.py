@@ -101,8 +101,12 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
 def _findings(machine: Device) -> list[str]:
     """What is wrong with the machine itself (a driver that does not answer is no reason to build nothing without a word), and what
     is about builds."""
-    wrong = (found for found in machine.findings if found.level != "info" or found.fix.startswith("localllm setup"))
-    return [f"{found.level}: {found.message}{f' -> {found.fix}' if found.fix else ''}" for found in wrong]
+    return [
+        f"{found.level}: {found.message}{f' -> {found.fix}' if found.fix else ''}"
+        for found in machine.findings
+        # A flag as its fix is for plans.
+        if not found.fix.startswith("--") and (found.level != "info" or found.fix.startswith("localllm setup"))
+    ]
 
 
 def _machine(name: str) -> tuple[Device, BuildHost]:
