@@ -1,1 +1,12 @@
 """The command line: one thin file per command, heavy imports inside the commands."""
+
+from localllm_catalog import stated
+
+
+def _reads_calls(template: str) -> bool:
+    from localllm.conversation.tools import has_unknown_notation
+
+    return not has_unknown_notation(template)
+
+
+stated.read_calls_with(_reads_calls)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -55,9 +55,19 @@ def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
 _REASONING = re.compile(r"[<\[|>:_/](?:think|thought)|<\|channel\|>analysis", re.IGNORECASE)
 
 
+# Who knows the notations that can be read here: they stand in another room, and the composition root introduces the two.
+_readable: list[Callable[[str], bool]] = []
+
+
+def read_calls_with(is_readable: Callable[[str], bool]) -> None:
+    """From now on a template whose tool calls `is_readable` can't read calls none: the server would refuse its tools."""
+    _readable[:] = [is_readable]
+
+
 def calls_tools(template: str) -> bool:
-    """True where a chat template offers tools, or writes calls of them. In which notation is the server's business."""
-    return "tools" in template or "tool_call" in template
+    """True where a chat template offers tools, or writes calls of them, in a notation that can be read here."""
+    offers = "tools" in template or "tool_call" in template
+    return offers and all(is_readable(template) for is_readable in _readable)
 
 
 def reasoning_kind(template: str) -> str:

@@ -188,6 +188,24 @@ def test_experts_and_template_of_a_new_model_are_read_too(hub: Hub, tmp_path: Pa
     )  # fmt: skip
 
 
+UNREAD = (
+    "{% for t in tools %}<<{{ t }}>>{% endfor %}",
+    "{% if tools %}call: @@fn{% endif %}",
+    "{{ tools | tojson }} call",
+)
+
+
+@pytest.mark.parametrize("template", [*UNREAD, "{% if tools %}<tool_call>{% endif %}", "{{ messages }}"])
+def test_a_model_whose_calls_the_server_refuses_is_none_for_coding(hub: Hub, tmp_path: Path, template: str) -> None:
+    file = tiny_gguf.write_llama(tmp_path / "model.gguf", template=template)
+    hub.add("somebody/Calling-GGUF", {"Calling-Q8_0.gguf": file.read_bytes()})
+    run("update", "somebody/Calling-GGUF")
+    added = load_catalog().by_id["calling"]
+    assert added.calls_tools == ("tool_call" in template)
+    assert ("coding" in added.purposes) == added.calls_tools
+    assert "chat" in added.purposes
+
+
 def test_a_repository_without_gguf_files_adds_nothing_and_says_what_to_name(hub: Hub) -> None:
     hub.add("somebody/Other", {"README.md": b"nothing"})
     with pytest.raises(DownloadError, match="holds no GGUF files"):

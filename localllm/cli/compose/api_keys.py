@@ -93,7 +93,8 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
         raise UsageError(f"{where} has no name")
     if sum(k in table for k in ("sha256", "env", "file")) != 1:
         raise UsageError(
-            f"{where} must say its key in one way: sha256, env or file", hint="`localllm usage --new-key NAME`"
+            f"{where} must say its key in one way: sha256, env or file",
+            hint="env names a variable that holds it, file a file, and sha256 is its hash: `printf %s KEY | sha256sum`",
         )
     if "sha256" in table:
         text = text_of(table, "sha256", where).lower()
