@@ -29,7 +29,7 @@ _NICKNAMES = {
     "thor": "jetson agx thor", "agx orin": "jetson agx orin", "orin nx": "jetson orin nx", "780m": "ryzen 7 7840u",
     "890m": "ryzen ai 9 hx 370", "a6000 ada": "rtx 6000 ada generation", "rtx a6000 ada": "rtx 6000 ada generation",
     "gmktec evo x2 395": "ryzen ai max+ 395", "bosgame m5": "ryzen ai max+ 395", "beelink gtr9": "ryzen ai max+ 395",
-    "hp z2 mini g1a": "ryzen ai max+ 395", "deck": "steam deck", "steamdeck": "steam deck", "steam deck lcd": "steam deck",
+    "hp z2 mini g1a": "ryzen ai max+ 395", "steamdeck": "steam deck", "steam deck lcd": "steam deck",
     "gx10": "asus ascent gx10",
 }  # fmt: skip
 
@@ -97,6 +97,15 @@ def called(name: str) -> DeviceRow | None:
     whole = next((row for row in table.rows() if _spelled(row.name) == text), None)
     begun = [row for row in table.rows() if row.kind == "system" and text.startswith(f"{_spelled(row.name)} ")]
     return whole or max(begun, key=lambda row: len(row.name), default=None)
+
+
+def line(words: tuple[str, ...]) -> DeviceRow | None:
+    """The slowest kind of system memory that a line of processors is named with ("EPYC 9005", "Xeon")."""
+    wanted = set(words)
+    if not any(len(word) > 3 and word.isalpha() for word in wanted):
+        return None
+    found = [row for row in table.rows() if row.kind == "system" and wanted <= set(_spelled(row.name).split())]
+    return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
 
 
 def _spelled(name: str) -> str:

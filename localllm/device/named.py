@@ -104,11 +104,12 @@ def _read(name: str) -> _Computer:
             elif frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
                 processor = (_USUAL_PROCESSOR, ())
                 computer.cpu = _USUAL_PROCESSOR
+            elif (system := lookup.line(part.words)) is not None:
+                rows = (system,)
             if not rows and (processor is None or any(c.isdigit() for w in part.words for c in w)):
                 raise _not_found(text, part)
         if rows:
             computer.parts.append((rows, found))
-            computer.ram = computer.ram or None
             if part.ram is not None:
                 computer.has(None, part.ram)
         else:

@@ -76,7 +76,7 @@ _JOINED = re.compile(
 )
 
 # "24g" and "24gb"; a number of four digits with a "G" is a part's (Ryzen 7 5750G).
-_SIZE = r"([0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb)))\s*(gb|gib|g|tb|t)\b"
+_SIZE = r"([0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb)))\s*(gb|gib|g|tb)\b"
 _KIND = r"(lpddr[3-5]x?|ddr[2-5])"
 _RATE = r"(?:[\s-]*([0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*g))"
 _RAM = [
@@ -107,7 +107,8 @@ def read(part: str) -> Typed:
         text = f"{text[: found.start()]} {text[found.end() :]}"
     ram, text = _ram(text, channels)
     own = None
-    if found := re.search(rf"{_SIZE}\s*vram", text):
+    # "A100-SXM4-40GB" is what a driver calls it.
+    if found := re.search(rf"{_SIZE}\s*vram", text) or re.search(rf"(?<=[a-z0-9]-){_SIZE}", text):
         own, text = _gigabytes(found[1], found[2]), f"{text[: found.start()]} {text[found.end() :]}"
     sizes = tuple(_gigabytes(number, unit) for number, unit in re.findall(rf"(?<![\w.]){_SIZE}", text))
     text = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)

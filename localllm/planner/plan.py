@@ -6,6 +6,7 @@ The settings are made here and nowhere else, and travel whole: memory, speed, an
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -116,6 +117,7 @@ def settings_for(
         drafter=drafter,
         placement=Placement(
             tables="disk" if _has_tables(model, variant) else USUAL.placement.tables,
+            weights="read" if device.accelerator == "rocm" and backend_of(variant).splits else USUAL.placement.weights,
             layout=kernels.layout(device, model, variant, workload),
         ),
         projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
@@ -385,6 +387,8 @@ _PAYS = 1.05
 # Share of what an accelerator may hold that larger steps may take of it, and of the context that one step may fill.
 _SHARE_OF_MEMORY = 1 / 16
 _SHARE_OF_CONTEXT = 1 / 4
+# Intel's Vulkan driver loses its Arc in steps of 2,048 tokens (github.com/ggml-org/llama.cpp/issues/27638).
+_MOST_ON_ARC = 1024
 # Where buffers grow as steps need them, what takes no more than this for a moment need not pay: each step costs a pause, which a
 # small model on a fast device feels.
 _NEXT_TO_NOTHING = 1 / 100
@@ -407,6 +411,12 @@ def larger_micro_batches(
     for size in MICRO_BATCHES:
         if size <= settings.n_batch:
             continue
+        if (
+            size > _MOST_ON_ARC
+            and device.accelerator == "vulkan"
+            and re.search(r"\barc\b", f"{device.name} {device.match}".lower())
+        ):
+            break
         if size > min(prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT):
             break
         each = prefill_cost.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=size).total_s

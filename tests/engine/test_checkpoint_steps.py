@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, run, settle
-from localllm.engine.cache.store import Signs, checkpoints
+from localllm.engine.cache.store import KvStore, Signs, checkpoints
+from localllm.engine.cache.tree import as_tokens
 from localllm.engine.core import Engine
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
@@ -77,3 +78,24 @@ def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with
     points = checkpoints(range(n), n_kv=known, known=known, signs=NO_SIGNS, interval=512)
     assert points
     assert points[-1] >= n - 36
+
+
+@pytest.mark.parametrize(
+    ("export_s", "tok_s", "apart"),
+    [
+        (0.6, 500.0, 4096),  # a device that has a fence for each tensor: at most a tenth of a prompt's time
+        (0.6, 2000.0, 16384),
+        (0.6, None, 512),  # nothing was read yet
+        (0.005, 500.0, 512),
+        (0.04, 50000.0, 512),
+    ],
+)
+def test_states_are_as_rare_as_their_copies_are_dear(export_s: float, tok_s: float | None, apart: int) -> None:
+    ticks = iter([0.0, export_s, 10.0, 10.0 + 3 * export_s])  # a later one may be disturbed
+    backend = ScriptedBackend(n_ctx=2048, rewind="none", states=True)
+    store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))
+    store.prefill_tok_s = lambda: tok_s
+    for _ in range(2):
+        sequence = backend.new_sequence()
+        assert store.store_state(sequence, as_tokens(words(16, sequence))) == "free"
+    assert store.state_interval(1000) == apart

@@ -41,6 +41,31 @@ def test_larger_steps_are_planned_to_the_byte_loaded_and_explained() -> None:
     assert any("micro-batch 2,048" in line for line in explain(plan, device))
 
 
+@pytest.mark.parametrize("machine", ["Arc Pro B60", "2x Arc Pro B60", "Arc B580 + 64GB RAM", "Arc A770 16GB"])
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3-30b-a3b", "qwen3-8b"])
+def test_an_arc_is_not_given_steps_that_its_driver_loses_it_in(machine: str, model: str) -> None:
+    """ggml-org/llama.cpp#27638: device lost at 2,048 tokens, not at 1,024."""
+    assert planned(machine, model).settings.n_batch <= 1024
+    assert planned("RTX 4090", "qwen3-30b-a3b").settings.n_batch > 1024
+
+
+@pytest.mark.parametrize(
+    ("machine", "weights"),
+    [
+        ("RX 7900 XTX", "read"),
+        ("Strix Halo 128GB", "read"),
+        ("RTX 4090", "auto"),
+        ("Arc B580", "auto"),
+        ("M4 Max 64GB", "auto"),
+    ],
+)
+def test_rocm_reads_its_weights_where_others_map_them(machine: str, weights: str) -> None:
+    """27 MB/s through a mapped file on an RX 9070 (sdnext#5028), hangs above 20 GB on a Strix Halo (ROCm#6182)."""
+    plan = planned(machine, "qwen3-8b")
+    assert plan.settings.placement.weights == weights
+    assert load_spec("x.gguf", plan.settings).placement.weights == weights
+
+
 @pytest.mark.parametrize("machine", ["RTX 3060 12GB", "M2 16GB"])
 def test_where_a_doubling_brings_little_it_is_not_taken(machine: str) -> None:
     assert planned(machine, "qwen3-8b").settings.n_batch == 512

@@ -186,10 +186,13 @@ class CacheBudget:
         return freed + lost
 
 
-def state_interval(n_tokens: int, token_bytes: float, state_bytes: int, capacity_bytes: int) -> int:
+def state_interval(
+    n_tokens: int, token_bytes: float, state_bytes: int, capacity_bytes: int, least_tokens: float = 0.0
+) -> int:
     """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's KV, a state and all of the
-    cache take: a power of two, so that the points of sequences that begin alike fall together."""
-    interval = float(tunables.STATE_INTERVAL_TOKENS)
+    cache take, and no fewer than `least_tokens`: a power of two, so that the points of sequences that begin alike fall
+    together."""
+    interval = max(float(tunables.STATE_INTERVAL_TOKENS), least_tokens)
     if token_bytes:
         interval = max(interval, state_bytes / token_bytes / tunables.STATE_COST)
     interval = max(interval, n_tokens * state_bytes / max(tunables.STATE_SHARE * capacity_bytes, 1.0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.disk import DiskBlock, DiskTier
@@ -22,8 +23,14 @@ from localllm_backends.contract import Backend, BackendFailure
 class KvStore:
     """The prefix cache of one engine, with its tier on `disk` (None: none). `states` is None where there are none."""
 
-    def __init__(self, backend: Backend, cache_bytes: int, disk: DiskTier | None = None) -> None:
-        self._backend, self.disk = backend, disk
+    def __init__(
+        self,
+        backend: Backend,
+        cache_bytes: int,
+        disk: DiskTier | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._backend, self.disk, self._clock = backend, disk, clock
         self.budget = CacheBudget(cache_bytes)
         self.cache = PrefixCache(whole=not backend.capabilities.segments, budget=self.budget)
         self.states = PrefixCache(whole=True, budget=self.budget) if backend.capabilities.states else None
@@ -31,6 +38,7 @@ class KvStore:
         # The least seen of a token's KV, the most of a state, and (tokens, bytes) of the last snapshot.
         self._token_bytes = 0.0
         self._state_bytes = 0
+        self._export_s = 0.0  # the least seen of a state's copy: others only ever add time
         self._snapshot = (1, 0)
         self.lost_blocks = 0
         if disk is not None:
@@ -106,7 +114,10 @@ class KvStore:
 
     def state_interval(self, n_tokens: int) -> int:
         """Tokens between the states that are kept of a sequence of `n_tokens`."""
-        return state_interval(n_tokens, self._token_bytes, self._state_bytes, self.budget.capacity_bytes)
+        capacity, dear = self.budget.capacity_bytes, self._export_s > tunables.DEAR_EXPORT_S
+        rate = (self.prefill_tok_s() or 0.0) if dear else 0.0
+        least = self._export_s * rate / tunables.EXPORT_SHARE
+        return state_interval(n_tokens, self._token_bytes, self._state_bytes, capacity, least)
 
     # --- writing -------------------------------------------------------------------------------------------------
 
@@ -177,10 +188,13 @@ class KvStore:
         space = self.budget.make_room(n_bytes, prefix=None if newer else prefix, used=used, force=force)
         if space != "free":
             return space
+        started = self._clock()
         try:
             data = self._backend.export_state(sequence)
         except BackendFailure:
             return "full"
+        took_s = self._clock() - started
+        self._export_s = min(self._export_s or took_s, took_s)
         self._state_bytes = max(self._state_bytes, len(data))
         return self._insert(self.states, prefix, data, 0, used)
 

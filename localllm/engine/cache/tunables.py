@@ -24,6 +24,10 @@ STATE_INTERVAL_TOKENS = 512
 STATE_SHARE = 0.25
 # a state may cost as much memory as the KV of so many times the tokens to the next
 STATE_COST = 4.0
+# seconds; copying a state out of a device's memory that takes longer is worth looking at (a fence for each tensor: 0.6 s on a
+# Strix Halo under Vulkan, github.com/ggml-org/llama.cpp/issues/28118), and of a prompt's time no more than this share
+DEAR_EXPORT_S = 0.05
+EXPORT_SHARE = 0.1
 # tokens; so many to compute again outweigh the copy of a state
 WORTH_A_STATE_TOKENS = 64
 # tokens; a prompt that goes on where no turn begins may have its last ones changed by what comes behind them
