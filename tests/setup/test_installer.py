@@ -49,6 +49,7 @@ def test_uv_installs_into_an_environment_without_pip(where: str, without_pip: Pa
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_without_uv_python_brings_its_pip(without_pip: Path, tmp_path: Path) -> None:
     done = asked(without_pip, "/nowhere", tmp_path)
     if done.returncode:  # Debian's Python leaves ensurepip out without python3-venv
