@@ -50,11 +50,12 @@ class DeviceSamples:
 @dataclass(frozen=True, slots=True)
 class _Stages:
     """What a compiled function does: draws from `head` ranked tokens (0: nobody wants that), with the sum of the whole row (`total`)
-    for a top_p among all tokens; draws from all by their ids (`free`)."""
+    for a top_p among all tokens; draws from all by their ids (`free`); takes the `best`."""
 
     head: int
     total: bool
     free: bool
+    best: bool
     biased: bool
     penalised: bool
     ahead: bool
@@ -63,18 +64,20 @@ class _Stages:
 
     @classmethod
     def of(cls, asked: Seq[SampleSpec], n_vocab: int, ahead: bool) -> _Stages:
-        kept = [1 if d.temperature <= 0 else d.top_k if 0 < d.top_k < n_vocab else 0 for d in asked]
-        cut = [d.top_p < 1.0 and not k for d, k in zip(asked, kept, strict=True)]
+        hot = [d for d in asked if d.temperature > 0]
+        kept = [d.top_k if 0 < d.top_k < n_vocab else 0 for d in hot]
+        cut = [d.top_p < 1.0 and not k for d, k in zip(hot, kept, strict=True)]
         head = MAX_SAMPLED_TOP_K if any(cut) else _power(max(kept), _LEAST_HEAD) if any(kept) else 0
         penalised = any(d.seen is not None for d in asked)
         return cls(
             head=min(head, n_vocab),
             total=any(cut),
             free=not all(k or c for k, c in zip(kept, cut, strict=True)),
-            biased=any(d.bias is not None for d in asked),
+            best=len(hot) < len(asked),
+            biased=any(d.bias is not None or d.banned for d in asked),
             penalised=penalised,
             ahead=ahead and penalised,
-            reduced=any(d.reduced is not None or d.banned for d in asked),
+            reduced=any(d.reduced is not None for d in asked),
             masked=any(d.allowed is not None for d in asked),
         )
 
@@ -87,13 +90,14 @@ def sample(rows: Any, asked: Seq[SampleSpec], drawn: Any = None, stream: Any = N
     stream = mx.default_stream(mx.default_device()) if stream is None else stream
     arrays = [_parameters(asked, n_vocab)]
     if stages.biased:
-        arrays += _sparse([[d.bias] if d.bias is not None else [] for d in asked], n_vocab)
+        # What is banned stays so whatever is done to it.
+        arrays += _sparse([[*([d.bias] if d.bias is not None else []), _banned(d)] for d in asked], n_vocab)
     if stages.penalised:
         arrays += _seen(asked)
     if stages.ahead:
         arrays += [mx.array([[-1 if d.seen is None else d.seen.leaving] for d in asked], dtype=mx.int32), drawn]
     if stages.reduced:
-        arrays += _sparse([[*([d.reduced] if d.reduced is not None else []), _banned(d)] for d in asked], n_vocab)
+        arrays += _sparse([[d.reduced] if d.reduced is not None else [] for d in asked], n_vocab)
     if stages.masked:
         arrays.append(_bits(asked, n_vocab))
     with mx.stream(stream):
@@ -107,12 +111,10 @@ _PARAMETERS = 8
 
 
 def _parameters(asked: Seq[SampleSpec], n_vocab: int) -> Any:
-    """One row of numbers for each spec. At a temperature of 0 the best token alone is kept."""
+    """One row of numbers for each spec."""
     table = np.empty((len(asked), _PARAMETERS), dtype=np.float32)
     for row, d in zip(table, asked, strict=True):
-        top_k = 1 if d.temperature <= 0 else d.top_k if 0 < d.top_k < n_vocab else n_vocab
-        temperature = d.temperature if d.temperature > 0 else 1.0
-        row[:5] = temperature, top_k, d.top_p, d.min_p, d.uniform
+        row[:5] = d.temperature, d.top_k if 0 < d.top_k < n_vocab else n_vocab, d.top_p, d.min_p, d.uniform
         row[5:] = (1.0, 0.0, 0.0) if d.seen is None else (d.seen.repeat, d.seen.presence, d.seen.frequency)
     return mx.array(table)
 
@@ -174,9 +176,9 @@ def _compiled(stages: _Stages, stream: str) -> Any:
 
 
 @cache
-def _numbers(n: int) -> Any:
+def _numbers(n: int, dtype: Any = mx.uint32) -> Any:
     """0 to n - 1: one array for all, where each function would make it again in every step."""
-    found = mx.arange(n, dtype=mx.uint32)
+    found = mx.arange(n, dtype=dtype)
     mx.eval(found)
     return found
 
@@ -201,13 +203,13 @@ def _adjusted(stages: _Stages, rows: Any, parameters: Any, arrays: Iterator[Any]
     if stages.reduced:
         rows = _added(rows, next(arrays), next(arrays))
     if stages.masked:
-        allowed = (next(arrays)[:, :, None] >> _numbers(8).astype(mx.uint8)) & 1
+        allowed = (next(arrays)[:, :, None] >> _numbers(8, mx.uint8)) & 1
         rows = mx.where(allowed.reshape(rows.shape[0], -1)[:, : rows.shape[1]] > 0, rows, -mx.inf)
     return rows
 
 
 def _added(rows: Any, ids: Any, amounts: Any) -> Any:
-    return rows.at[_numbers(rows.shape[0])[:, None], ids].add(amounts)
+    return rows.at[_numbers(rows.shape[0], mx.int32)[:, None], ids].add(amounts)
 
 
 def _counted_on(ids: Any, counts: Any, leaving: Any, drawn: Any) -> tuple[Any, Any]:
@@ -220,7 +222,8 @@ def _counted_on(ids: Any, counts: Any, leaving: Any, drawn: Any) -> tuple[Any, A
 def _drawn(stages: _Stages, rows: Any, parameters: Any) -> tuple[Any, Any]:
     """A token of each row, UNSURE where the best logit is no finite number or top_p ends behind the ranked tokens; and one that can
     be read wherever it is unsure."""
-    temperature, top_k, top_p, min_p, uniform = (parameters[:, i : i + 1] for i in range(5))
+    asked, top_k, top_p, min_p, uniform = (parameters[:, i : i + 1] for i in range(5))
+    temperature = mx.where(asked > 0, asked, 1.0)
     ranks = (top_k < rows.shape[-1]) | (top_p < 1.0)
     token: Any = None
     unsure: Any = False
@@ -231,6 +234,9 @@ def _drawn(stages: _Stages, rows: Any, parameters: Any) -> tuple[Any, Any]:
     if stages.free:
         free = _of_all(rows, best, temperature, min_p, uniform)
         token = free if token is None else mx.where(ranks, token, free)
+    if stages.best:
+        first = mx.argmax(rows, axis=-1, keepdims=True)
+        token = first if token is None else mx.where(asked > 0, token, first)
     token = token.astype(mx.int32)
     unsure = mx.logical_not(mx.abs(best) < mx.inf) | unsure
     return mx.where(unsure, UNSURE, token)[:, 0], token[:, 0]
