@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import Any
 
 from localllm.errors import UnsupportedError
+from localllm.grammars.json_lark import ANY_ORDER, JsonRules
 from localllm.grammars.schema_words import holds
-from localllm.grammars.translator import BOUNDS, INERT, LARGEST, Schema, Translator
+from localllm.grammars.translator import BOUNDS, INERT, Schema, Translator
 
 # Words whose value decides: tried without each, in this order, then without all of them up to each.
 _AT_TIMES = (
@@ -26,7 +27,7 @@ _AT_TIMES = (
 # A search for what to leave out of a schema that can't be kept ends after so long: then any object will do.
 _SEARCH_S = 0.5
 # Lark's strings, comments and expressions, which are skipped, and the mark in front of a schema.
-_JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=\{)')
+_JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=[{tf])')
 
 
 def translated(schema: Any) -> Schema:
@@ -38,40 +39,28 @@ def translated(schema: Any) -> Schema:
     if left_out:
         reasons = [f"{w} is {'beyond 2^62' if w in BOUNDS else 'not supported'}" for w in left_out]
         raise UnsupportedError(f"the json_schema can't be enforced: {', '.join(reasons)}")
-    ending: Schema = _ending(result)
-    return ending
-
-
-def _ending(schema: Any) -> Any:
-    """`schema` whose integers have an end: a small model fills its answer with digits otherwise."""
-    if isinstance(schema, list):
-        return [_ending(inner) for inner in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {word: value if word in INERT else _ending(value) for word, value in schema.items()}
-    kind = out.get("type")
-    if kind == "integer" or (isinstance(kind, list) and "integer" in kind):
-        if not {"minimum", "exclusiveMinimum"} & set(out):
-            out["minimum"] = -LARGEST
-        if not {"maximum", "exclusiveMaximum"} & set(out):
-            out["maximum"] = LARGEST
-    return out
+    return result
 
 
 def schemas_in(lark: str) -> str:
-    """A Lark grammar with every schema in it translated. Raises UnsupportedError, and ValueError for what is no JSON."""
+    """A Lark grammar with rules for every schema in it. Raises UnsupportedError, and ValueError for what is no JSON."""
     parts: list[str] = []
-    at = 0
+    rules: list[str] = []
+    at = n = 0
     while (found := _JSON.search(lark, at)) is not None:
-        parts.append(lark[at : found.end()])
+        parts.append(lark[at : found.end() if not found[1] else found.start()])
         at = found.end()
         if found[1]:
             schema, at = json.JSONDecoder().raw_decode(lark, at)
-            options = schema.pop("x-guidance", None) if isinstance(schema, dict) else None
+            any_order = isinstance(schema, dict) and schema.get(ANY_ORDER) is True
             kept = translated(schema)
-            kept = {**({"allOf": [kept]} if isinstance(kept, bool) else kept)}
-            parts.append(" " + json.dumps(kept if options is None else {"x-guidance": options, **kept}))
-    return "".join([*parts, lark[at:]])
+            writer = JsonRules(f"json{n}_", any_order=any_order)
+            value, n = writer.value(kept), n + 1
+            if value == writer.never:
+                raise UnsupportedError(f"the json_schema can't be enforced: {holds(kept) or 'nothing matches it'}")
+            parts.append(value)
+            rules += writer.rules
+    return "".join([*parts, lark[at:], *([chr(10)] if rules else []), *(f"{rule}\n" for rule in rules)])
 
 
 def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:

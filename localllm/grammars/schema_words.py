@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -23,8 +24,8 @@ _SPEAKS_OF: Mapping[str, str] = {
     "patternProperties": "object", "additionalProperties": "object",
 }  # fmt: skip
 _MOST_NESTED = 6
-# Pairs of alternatives are compared one by one.
-_MOST_PAIRS = 2_000
+# Pairs of alternatives are compared one by one, for so long.
+_COMPARING_S = 1.0
 _MOST_LETTERS = 2_000
 # What a grammar may cost to make: about a second (llguidance counts its own steps).
 _FUEL, _SIZE = 2_000_000, 100_000
@@ -56,7 +57,7 @@ class Words:
 
     def __init__(self, definitions: Mapping[str, Any], left_out: set[str]) -> None:
         self._definitions, self._left_out = definitions, left_out
-        self._pairs = 0
+        self._until = time.monotonic() + _COMPARING_S
         self._said: dict[str, Any] = {}
 
     def said(self, schema: Any) -> Any:
@@ -127,7 +128,11 @@ class Words:
                     return {"anyOf": list(ways)}
                 without.append(rest)
             alone.append({"allOf": [way, *without]} if without else way)
-        return {"anyOf": alone} if len(kinds) == len(TYPES) else {"type": kinds, "anyOf": alone}
+        return (
+            {"anyOf": alone}
+            if len(kinds) == len(TYPES)
+            else {"type": kinds if len(kinds) > 1 else kinds[0], "anyOf": alone}
+        )
 
     def _open_to(self, schema: Any, kind: str, depth: int = 0) -> bool:
         """True where `schema` is seen to allow everything of a type."""
@@ -165,8 +170,12 @@ class Words:
         first, second = self._kinds(one), self._kinds(other)
         if not first & second:
             return True
-        self._pairs += 1
-        if self._pairs > _MOST_PAIRS or one is True or other is True:
+        mine, theirs = _values(one), _values(other)
+        if mine is not None and theirs is not None:
+            texts = set(map(json.dumps, theirs))
+            numbers = {v for v in theirs if type(v) in (int, float)}  # 1.0 is 1
+            return not any(v in numbers if type(v) in (int, float) else json.dumps(v) in texts for v in mine)
+        if time.monotonic() > self._until or one is True or other is True:
             return False
         parts = [one, other, *([{k: v for k, v in beside.items() if k != "allOf"}] if beside else [])]
         return empty({"allOf": parts, "$defs": dict(self._definitions)} if self._definitions else {"allOf": parts})
@@ -244,6 +253,13 @@ class Words:
         return None
 
 
+def _values(schema: Any) -> list[Any] | None:
+    """The only values that may match, where it names them."""
+    if not isinstance(schema, dict) or not {"enum", "const"} & set(schema):
+        return None
+    return [schema["const"]] if "const" in schema else list(schema["enum"])
+
+
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
@@ -263,7 +279,7 @@ def _other_than(values: Sequence[Any]) -> Any:
     if "boolean" in by_kind and len(set(by_kind["boolean"])) == 1:
         ways.append({"const": not by_kind["boolean"][0]})
     if "string" in by_kind:
-        ways.append({"type": "string", "pattern": f"^{_other_texts(by_kind['string'])}$"})
+        ways.append({"type": "string", "pattern": f"^{other_texts(by_kind['string'])}$"})
     if "number" in by_kind:
         marks = sorted(set(by_kind["number"]))
         ways.append({"type": "number", "exclusiveMaximum": marks[0]})
@@ -272,13 +288,13 @@ def _other_than(values: Sequence[Any]) -> Any:
     return {"anyOf": ways}
 
 
-def _other_texts(texts: Sequence[str]) -> str:
+def other_texts(texts: Sequence[str]) -> str:
     """An expression for every text but these."""
     tails: dict[str, list[str]] = {}
     for text in texts:
         if text:
             tails.setdefault(text[0], []).append(text[1:])
-    ways = [f"{re.escape(letter)}{_other_texts(rest)}" for letter, rest in tails.items()]
+    ways = [f"{re.escape(letter)}{other_texts(rest)}" for letter, rest in tails.items()]
     others = f"[^{''.join(map(re.escape, tails))}]" if tails else "(?s:.)"
     expression = f"(?:{'|'.join([*ways, f'{others}(?s:.)*'])})"
     return expression if "" in texts else f"{expression}?"

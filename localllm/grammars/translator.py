@@ -14,8 +14,12 @@ Schema: TypeAlias = bool | dict[str, Any]
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # Beyond 64 bits llguidance dies of bounds, and an integer has to end somewhere: up to here the ids of others fit.
 LARGEST = 4_000_000_000_000_000_000
+IN_ORDER = "x-in-order"
+"""In an object's schema: its own members keep their order, whatever holds for others."""
 # Where values stand that are no schemas.
 INERT = frozenset({"const", "enum", "default", "examples", "example"})
+# Where schemas stand under names of the author's choosing.
+NAMED = frozenset({"properties", "patternProperties", "$defs"})
 # llguidance's, of which the others are annotations, as the specification has them all (draft 2020-12, validation 7.2.1).
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
@@ -157,27 +161,21 @@ class Translator:
                 out[word] = node_[word]
         if "$ref" in node_:
             more.append(self._reference(node))
-        for word in [w for w in node_ if w in ("anyOf", "oneOf", "allOf")]:
-            if word not in node_:
-                continue
-            if not isinstance(node_[word], list) or not node_[word]:
-                self.left_out.add(word)
-                continue
-            ways = [self._schema(inner) for inner in node_[word]]
-            if word == "allOf":
-                more += ways
-            elif word in out:
-                more.append({word: ways})
-            else:
-                out[word] = ways
+        self._applied(node_, out, more)
+        if node_.get(IN_ORDER) is True:
+            out[IN_ORDER] = True
         if "not" in node_:
             out["not"] = self._schema(node_["not"])
         if "if" in node_ and ("then" in node_ or "else" in node_):
             out["if"] = [self._schema(node_.get(word, True)) for word in ("if", "then", "else")]
         more = [inner for inner in more if inner is not True]
-        for inner in [m for m in more if isinstance(m, dict) and set(m) <= _MERGED and not set(m) & set(out)]:
-            out.update(inner)
-            more.remove(inner)
+        apart: list[Schema] = []
+        for inner in more:
+            if isinstance(inner, dict) and set(inner) <= _MERGED and not set(inner) & set(out):
+                out.update(inner)
+            else:
+                apart.append(inner)
+        more = apart
         if len(more) == 1 and not out:
             return more[0]
         if more:
@@ -185,6 +183,22 @@ class Translator:
             first = next((w for w in node_ if w in ("properties", *_APPLIED)), "properties")
             out = {"allOf": more, **out} if first != "properties" else {**out, "allOf": more}
         return out or True
+
+    def _applied(self, node: Mapping[str, Any], out: dict[str, Any], more: list[Schema]) -> None:
+        """Alternatives and parts, in the order in which they stand."""
+        for word in [w for w in node if w in ("anyOf", "oneOf", "allOf")]:
+            if word not in node:
+                continue
+            if not isinstance(node[word], list) or not node[word]:
+                self.left_out.add(word)
+                continue
+            ways = [self._schema(inner) for inner in node[word]]
+            if word == "allOf":
+                more += ways
+            elif word in out:
+                more.append({word: ways})
+            else:
+                out[word] = ways
 
     def _says_nothing(self, word: str, node: Mapping[str, Any]) -> bool:
         """True where an unsupported word has no effect, or is one that is supported under another name."""

@@ -8,7 +8,8 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
-from localllm.conversation.tools.lark import SPACE
+from localllm.grammars.json_lark import ANY_ORDER
+from localllm.grammars.json_schema import schemas_in
 
 
 class _Bytes:
@@ -31,9 +32,11 @@ def matcher_of(grammar: str) -> LLMatcher:
     return matcher
 
 
-def of_schema(schema: Any) -> LLMatcher:
-    schema = {"allOf": [schema]} if isinstance(schema, bool) else schema
-    return matcher_of(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": SPACE}))
+def of_schema(schema: Any, *, any_order: bool = False) -> LLMatcher:
+    """A matcher of `schema` as the engine makes its grammar. Raises UnsupportedError."""
+    if any_order:
+        schema = {**schema, ANY_ORDER: True}
+    return matcher_of(LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(schema)}\n")))
 
 
 def allows(matcher: LLMatcher, text: str) -> bool:

@@ -12,7 +12,8 @@ import pytest
 
 from grammars.byte_matcher import allows, of_schema
 from localllm.errors import UnsupportedError
-from localllm.grammars.json_schema import LARGEST, loosened, schemas_in, settled, translated
+from localllm.grammars.json_schema import loosened, schemas_in, settled, translated
+from localllm.grammars.translator import LARGEST
 
 SEEDS = int(os.environ.get("LOCALLLM_SCHEMAS", "120"))
 NAMES = ("a", "b", "ab")
@@ -82,6 +83,7 @@ def some_schema(rng: random.Random, depth: int) -> Any:
             {"type": "object", "required": ["a"], "additionalProperties": inner()},
             {"type": "array", "items": [inner(), inner()], "additionalItems": False},
             {"allOf": [inner(), {"anyOf": [inner(), inner()]}]},
+            {"allOf": [rng.choice(plain), rng.choice(plain), rng.choice(plain)]},
             {"$ref": f"#{anchor}", "$defs": {"x": {"$anchor": anchor, "allOf": [inner()]}}},
             {"type": "array", "items": inner(), "uniqueItems": False, "maxItems": 2},
         ]
@@ -106,7 +108,7 @@ def test_what_is_allowed_matches_the_schema() -> None:
         rng = random.Random(seed)
         schema = some_schema(rng, rng.choice([1, 2, 3]))
         try:
-            matcher = of_schema(translated(schema))
+            matcher = of_schema(schema, any_order=isinstance(schema, dict))
         except (UnsupportedError, AssertionError):
             refused += 1
             continue
@@ -145,7 +147,7 @@ REFERRED = {"type": "array", "items": {"enum": [7]}, "maxItems": 1}
     ],
 )
 def test_references_lead_where_the_author_means(schema: dict[str, Any]) -> None:
-    matcher = of_schema(translated(schema))
+    matcher = of_schema(schema)
     assert [allows(matcher, text) for text in ("[]", "[7]", "[8]", "[7,7]", '"x"')] == [True, True, False, False, False]
 
 
@@ -191,7 +193,7 @@ def test_dependencies_of_older_drafts() -> None:
         "properties": named,
         "dependencies": {"a": ["b"], "b": {"properties": {"c": {"const": 1}}}},
     }
-    matcher, validator = of_schema(translated(schema)), jsonschema.Draft7Validator(schema)
+    matcher, validator = of_schema(schema), jsonschema.Draft7Validator(schema)
     for value in ({}, {"a": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 1}, {"b": 1, "c": 2}, {"c": 2}):
         assert allows(matcher, json.dumps(value)) == validator.is_valid(value), value
 
@@ -206,8 +208,8 @@ def test_a_schema_in_a_grammar_goes_through_the_same_door() -> None:
     schema = {"type": "integer", "minimum": -(2**71), "not": {"const": 3}}
     said = schemas_in(f'start: "%json {{" /%json/ %json {json.dumps(schema)} // %json {{\n')
     assert str(2**71) not in said
-    assert said.startswith('start: "%json {" /%json/ %json')
-    assert said.endswith("// %json {\n")
+    assert said.startswith('start: "%json {" /%json/ json0_')
+    assert "// %json {\n" in said
 
 
 def test_one_that_is_nested_without_end_is_refused() -> None:

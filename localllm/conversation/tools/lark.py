@@ -9,9 +9,8 @@ from typing import Any
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas
 from localllm.conversation.tools.schemas import as_object
+from localllm.grammars.json_lark import ANY_ORDER, SPACE
 
-# As the engine has it for a schema alone (localllm/engine/sampling/grammar.py).
-SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # Tokens as llguidance's Lark writes them: by their names, without quotes.
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
 
@@ -38,7 +37,10 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 def json_calls(tools: NamedSchemas, before: Callable[[str], str]) -> Grammar:
     """One call: the Lark that `before` has for its name, then its arguments as JSON."""
-    rules = [f"f{f}: {before(name)} {json_value(as_object(schema))}" for f, (name, schema) in enumerate(tools)]
+    rules = [
+        f"f{f}: {before(name)} {json_value({ANY_ORDER: True, **as_object(schema)})}"
+        for f, (name, schema) in enumerate(tools)
+    ]
     return "lark", "\n".join([f"start: {any_of(tools)}", *rules]) + "\n"
 
 
@@ -46,7 +48,7 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
     """A parameter as JSON; `schema` is where its references point to."""
     if not isinstance(described, Mapping):
         return json_value({})
-    return json_value({**_definitions(schema), **described})
+    return json_value({ANY_ORDER: True, **_definitions(schema), **described})
 
 
 def whole_pattern(described: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,9 @@ from typing import Any
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas, Tool, parameters_of
 from localllm.errors import UnsupportedError
+from localllm.grammars.json_lark import ANY_ORDER
 from localllm.grammars.json_schema import loosened
+from localllm.grammars.translator import IN_ORDER
 
 # Words of a schema that say something about the arguments as a whole.
 _BEYOND = frozenset(
@@ -103,7 +105,7 @@ def kind_of(value: Any) -> str:
 
 
 def arguments(schema: Mapping[str, Any]) -> Grammar:
-    return "json_schema", json.dumps(as_object(schema))
+    return "json_schema", json.dumps({ANY_ORDER: True, **as_object(schema)})
 
 
 def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
@@ -113,7 +115,8 @@ def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
 def call_list(tools: NamedSchemas, more: Mapping[str, Any] | None = None) -> Grammar:
     """A JSON array of calls. `more`: what may stand behind the arguments."""
     call = any_call(tools, "arguments", more)
-    schema = {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, "$defs": call["$defs"]}
+    items = {"anyOf": call["anyOf"]}
+    schema = {ANY_ORDER: True, "type": "array", "items": items, "minItems": 1, "$defs": call["$defs"]}
     return "json_schema", json.dumps(schema)
 
 
@@ -123,12 +126,14 @@ def any_call(tools: NamedSchemas, key: str, more: Mapping[str, Any] | None = Non
     The parameters move into this schema, so their references to themselves (`#/$defs/…`) are turned to where they are
     now."""
     return {
+        ANY_ORDER: True,
         "anyOf": [
             {
                 "type": "object",
                 "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}, **(more or {})},
                 "required": ["name", key],
                 "additionalProperties": False,
+                IN_ORDER: True,
             }
             for i, (name, _) in enumerate(tools)
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -200,10 +201,12 @@ class QuotedValues(SpelledValues):
         return f"{self._quote} {text(said)} {self._quote}" if said else f"{self._quote} {self._quote}"
 
     def member(self, key: str, value: str) -> str:
-        return f"{text(key + ':')} {value}"
+        if re.fullmatch(self._names, key):
+            return f"{text(key + ':')} {value}"
+        return f'{self.this_text(key)} ":" {value}'
 
     def any_member(self, value: str) -> str:
-        return f'/{self._names}/ ":" {value}'
+        return f'(/{self._names}/ | {self.any_text()}) ":" {value}'
 
     def truth(self, value: bool | None) -> str:
         """As JSON; the templates write Python's None."""

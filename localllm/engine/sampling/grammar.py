@@ -16,15 +16,12 @@ from numpy.typing import NDArray
 from localllm.engine.sampling.row import Row
 from localllm.errors import UnsupportedError
 from localllm.grammars.gbnf import lark_of
-from localllm.grammars.json_schema import schemas_in, translated
+from localllm.grammars.json_schema import schemas_in
 from localllm_backends.contract import Backend
 
 # llguidance marks special tokens by a byte that UTF-8 text never has.
 _SPECIAL = b"\xff"
 _NO_WORD = "\x02"
-# Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
-# window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
-_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # Strings, regular expressions and comments of Lark, which are skipped, and tokens called by their names.
 _TOKEN_NAME = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(<[^<>\s\[\]]+>)')
 
@@ -83,10 +80,7 @@ class GrammarCompiler:
         kind, source = grammar
         try:
             if kind == "json_schema":
-                schema = translated(json.loads(source))
-                # llguidance takes its options inside an object only.
-                source = json.dumps({"allOf": [schema]} if isinstance(schema, bool) else schema)
-                compiled = LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _SPACE})
+                compiled = LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(json.loads(source))}"))
             elif kind == "regex":
                 compiled = LLMatcher.grammar_from_regex(source)
             elif kind == "lark":
@@ -185,7 +179,8 @@ class Constraint:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "no reason given"
+    line = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    return line.rpartition("failed to compile JSON schema: ")[2]
 
 
 # (grammar as (kind, source), the answer's beginning that stands in the prompt already) to its constraint.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from localllm.conversation.tools.base import Grammar, GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import moved
+from localllm.grammars.json_lark import ANY_ORDER
 
 
 def _parse(block: str) -> list[Call] | None:
@@ -47,7 +48,7 @@ def _array(tools: NamedSchemas) -> Grammar:
         }
         for (name, _), there in zip(tools, definitions, strict=True)
     ]
-    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
+    schema = {ANY_ORDER: True, "type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
     return "json_schema", json.dumps(schema)
 
 

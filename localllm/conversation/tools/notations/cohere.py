@@ -9,6 +9,7 @@ from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
 from localllm.conversation.tools.lark import any_of, json_value, text
 from localllm.conversation.tools.readers import JsonFormat
 from localllm.conversation.tools.schemas import as_object
+from localllm.grammars.json_lark import ANY_ORDER
 
 _OPEN, _CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
 _HEAD = re.compile(
@@ -33,7 +34,7 @@ class Cohere(JsonFormat):
         """One array, which holds every call; each on a line of its own."""
         rules = [
             f'f{f}: "\\"tool_name\\": " {text(json.dumps(name, ensure_ascii=False))} ", \\"parameters\\": " '
-            f'{json_value(as_object(schema))} "}}"'
+            f'{json_value({ANY_ORDER: True, **as_object(schema)})} "}}"'
             for f, (name, schema) in enumerate(tools)
         ]
         lark = [

@@ -1,0 +1,442 @@
+"""JSON values as Lark: members in any order, or in the schema's, and numbers with an end.
+
+llguidance's own grammar of a schema has the members of an object in one order and lets numbers go on without end. Here
+objects, lists and plain values are rules; what else a schema says of a value stays a schema of llguidance's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from localllm.grammars.schema_words import empty, other_texts
+from localllm.grammars.translator import IN_ORDER, INERT, LARGEST, NAMED
+
+# Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
+# window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
+SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+# As many digits as llama.cpp's grammars have; ids of others are longer (LARGEST in translator.py).
+_NUMBER = r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"
+_TERMINALS: Mapping[str, str] = {
+    "string": r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt]|\\u(00[01][0-9a-fA-F]|007[fF]))*"/',
+    # A name that needs no escapes.
+    "name": r'/"[^"\\\x00-\x1F\x7F]*"/',
+    "number": f"/{_NUMBER}/",
+    "integer": "/-?(0|[1-9][0-9]{0,17}|[1-3][0-9]{18})/",
+    "boolean": "/true|false/",
+    "null": '"null"',
+    "open": rf"/\{{{SPACE}/", "close": rf"/{SPACE}\}}/", "colon": f"/{SPACE}:{SPACE}/", "comma": f"/{SPACE},{SPACE}/",
+    # Nothing is both.
+    "never": "/a/ & /b/",
+    "first": rf"/\[{SPACE}/", "last": rf"/{SPACE}\]/",
+}  # fmt: skip
+# Members have a bit each.
+_MOST_FREE = 64
+_MOST_ITEMS = 200
+# Alternatives of an object, and how deep they may lie.
+_MOST_WAYS = 40
+# Of a number with bounds, which llguidance writes without an exponent.
+_FINEST = 1e-9
+_MOST_NESTED = 8
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_SCALARS = (str, int, float, bool, type(None))
+ANY_ORDER = "x-any-order"
+"""In a schema within Lark: members of its objects come as the model orders them."""
+_OBJECT = {"type", "properties", "required", "additionalProperties", "patternProperties", IN_ORDER}
+_ARRAY = {"type", "items", "minItems", "maxItems"}
+_KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
+
+class JsonRules:
+    """Makes the rules of JSON values, under names that begin with `prefix`. `any_order`: members come as the model orders
+    them."""
+
+    def __init__(self, prefix: str, *, any_order: bool) -> None:
+        self._prefix, self._any_order = prefix, any_order
+        self._definitions: Mapping[str, Any] = {}
+        self._named: dict[str, str] = {}
+        self.rules: list[str] = []
+
+    def value(self, schema: Any) -> str:
+        """The Lark of a value that matches `schema`, as `translated` or `loosened` returns it."""
+        if isinstance(schema, dict):
+            self._definitions = schema.get("$defs", {})
+            schema = {word: said for word, said in schema.items() if word != "$defs"}
+        self._named = {key: name for key, name in self._named.items() if not key.startswith(("$", "{"))}
+        return self._value(schema)
+
+    def _value(self, schema: Any) -> str:
+        return self._plain(schema) or self._other(schema)
+
+    def _plain(self, schema: Any) -> str | None:
+        """A value said in rules; None where that takes a schema of llguidance's."""
+        if schema is True or schema == {}:
+            return self._anything()
+        if not isinstance(schema, dict):
+            return self.never
+        words = set(schema)
+        if words == {"$ref"}:
+            return self._definition(schema["$ref"])
+        if words == {"anyOf"}:
+            return self._any_of(schema["anyOf"])
+        if words == {"allOf"} and len(schema["allOf"]) == 1:
+            return self._plain(schema["allOf"][0])
+        if words & {"allOf", "anyOf", "$ref"}:
+            ways = self._ways(schema)
+            objects = ways is not None and all(way.get("type") == "object" for way in ways)
+            return self._any_of(ways) if ways is not None and objects else None
+        if words & {"enum", "const"} and words <= {"enum", "const", "type"}:
+            return self._listed(schema)
+        kind = schema.get("type")
+        if kind is None and words <= _OBJECT:
+            others = [{"type": other} for other in ("string", "number", "boolean", "null", "array")]
+            return self._any_of([*others, {**schema, "type": "object"}])
+        if isinstance(kind, list):
+            return self._any_of([_speaking_of(schema, one) for one in kind])
+        if kind == "object" and words <= _OBJECT:
+            return self._object(schema)
+        if kind == "array" and words <= _ARRAY and (schema.get("maxItems") or 0) <= _MOST_ITEMS:
+            return self._array(schema)
+        return self._terminal(kind) if isinstance(kind, str) and words == {"type"} and kind in _TERMINALS else None
+
+    def _any_of(self, ways: Sequence[Any]) -> str | None:
+        """Alternatives, where none needs a schema of llguidance's: it takes the first grammar that fits."""
+        found = [self._plain(way) for way in ways if way is not False]
+        if None in found:
+            return None
+        found = [way for way in found if way != self.never]
+        if not found:
+            return self.never
+        return f"({' | '.join(dict.fromkeys(way for way in found if way is not None))})"
+
+    def _listed(self, schema: Mapping[str, Any]) -> str | None:
+        values = schema.get("enum", [schema.get("const")])
+        kinds = schema.get("type", list(_KINDS.values()))
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not all(isinstance(value, _SCALARS) for value in values) or ("const" in schema and "enum" in schema):
+            return None
+        held = [v for v in values if _KINDS[type(v)] in kinds or (_KINDS[type(v)] == "integer" and "number" in kinds)]
+        if not held:
+            return self.never
+        return f"({' | '.join(dict.fromkeys(_text(json.dumps(value, ensure_ascii=False)) for value in held))})"
+
+    def _terminal(self, kind: str) -> str:
+        name = f"{self._prefix}{kind}".upper()
+        return self._rule(kind, name, lambda: _TERMINALS[kind])
+
+    def _rule(self, key: str, name: str, lark: Any) -> str:
+        """The name of the rule for `key`, made if there is none yet. It may lead to itself."""
+        if key not in self._named:
+            self._named[key] = name
+            at = len(self.rules)
+            self.rules.insert(at, f"{name}: {lark()}")
+        return self._named[key]
+
+    def _new_name(self) -> str:
+        return f"{self._prefix}{len(self._named)}_{len(self.rules)}"
+
+    def _anything(self) -> str:
+        name = f"{self._prefix}any"
+
+        def lark() -> str:
+            t = self._terminal
+            member = f"{t('string')} {t('colon')} {name}"
+            many = f"{t('open')} ({member} ({t('comma')} {member})*)? {t('close')}"
+            items = f"{t('first')} ({name} ({t('comma')} {name})*)? {t('last')}"
+            return f"{t('string')} | {t('number')} | {t('boolean')} | {t('null')} | {many} | {items}"
+
+        return self._rule("anything", name, lark)
+
+    @property
+    def never(self) -> str:
+        """The terminal that nothing matches."""
+        return self._terminal("never")
+
+    def _definition(self, reference: str) -> str:
+        schema = self._definitions.get(reference.removeprefix("#/$defs/"), True)
+        found: list[str] = []
+
+        def lark() -> str:
+            found.append(self._value(schema))
+            return found[0]
+
+        name = self._rule(f"${reference}", self._new_name(), lark)
+        if found == [self.never]:
+            self._named[f"${reference}"] = name = self.never
+        return name
+
+    def _ways(self, schema: Any, depth: int = 0) -> list[dict[str, Any]] | None:
+        """`schema` as alternatives that are objects' own words alone; None where it is more than that."""
+        if isinstance(schema, bool):
+            return [{}] if schema else []
+        if depth > _MOST_NESTED or not set(schema) <= (_OBJECT - {"patternProperties"}) | {"allOf", "anyOf", "$ref"}:
+            return None
+        parts: list[list[dict[str, Any]]] = []
+        for word, said in schema.items():
+            found: list[dict[str, Any]] | None
+            if word == "anyOf":
+                inner = [self._ways(way, depth + 1) for way in said]
+                found = None if None in inner else [way for some in inner for way in some or ()]
+            elif word == "$ref":
+                found = self._ways(self._definitions.get(said.removeprefix("#/$defs/"), True), depth + 1)
+            elif word == "allOf":
+                for part in said:
+                    found = self._ways(part, depth + 1)
+                    if found is None:
+                        return None
+                    parts.append(found)
+                continue
+            else:
+                own = {w: v for w, v in schema.items() if w in _OBJECT}
+                found = [own] if word == next(iter(own)) else [{}]
+                if isinstance(schema.get("type"), list):
+                    if "object" not in schema["type"]:
+                        return None
+                    found = [{w: v for w, v in way.items() if w != "type"} for way in found]
+            if found is None:
+                return None
+            parts.append(found)
+        ways: list[dict[str, Any]] = [{}]
+        for part_ways in parts:
+            ways = [both for one in ways for other in part_ways if (both := _merged(one, other)) is not None]
+            if len(ways) > _MOST_WAYS:
+                return None
+        return ways
+
+    def _other(self, schema: Any) -> str:
+        """A rule that is a schema of llguidance's, with what it refers to."""
+        needed = _reached(schema, self._definitions)
+        whole = {"allOf": [schema]} if isinstance(schema, bool) else dict(schema)
+        whole = {**whole, **({"$defs": needed} if needed else {})}
+        said = json.dumps(whole)
+        whole = _ending(
+            whole, finest=not any(f'"{word}"' in said for word in ("multipleOf", "enum", "const", "integer"))
+        )
+        whole = {"x-guidance": {"whitespace_pattern": SPACE}, **whole}
+        text = json.dumps(whole)
+        if text not in self._named and empty({w: v for w, v in whole.items() if w != "x-guidance"}):
+            self._named[text] = self.never
+        return self._rule(text, self._new_name(), lambda: f"%json {text}")
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        t = self._terminal
+        low, high = schema.get("minItems", 0), schema.get("maxItems")
+        if schema.get("items") is False or high == 0:
+            return f"({t('first')} {t('last')})" if not low else self.never
+        item = self._value(schema.get("items", True))
+        if item == self.never:
+            return self.never if low else f"({t('first')} {t('last')})"
+        more = f"({t('comma')} {item}){{{max(0, low - 1)},{'' if high is None else max(0, high - 1)}}}"
+        more = "" if high == 1 else more
+        return f"({t('first')} {item} {more} {t('last')})" if low else f"({t('first')} ({item} {more})? {t('last')})"
+
+    def _object(self, schema: Mapping[str, Any]) -> str | None:
+        t = self._terminal
+        named: Mapping[str, Any] = schema.get("properties", {})
+        patterns: Mapping[str, Any] = schema.get("patternProperties", {})
+        if not all(map(_as_name, patterns)):
+            return None
+        for pattern, described in patterns.items():
+            named = {n: _both(said, described) if _matches(pattern, n) else said for n, said in named.items()}
+        required = [name for name in schema.get("required", ()) if name in named]
+        extra = schema.get("additionalProperties", True)
+        missing = [name for name in schema.get("required", ()) if name not in named]
+        named = {**named, **dict.fromkeys(missing, extra)}
+        required += missing
+        members: list[tuple[str, bool]] = []
+        for name, described in named.items():
+            value = self._value(described)
+            if value == self.never:
+                if name in required:
+                    return self.never
+                continue
+            key = _quoted(name)
+            members.append((f"{key} {t('colon')} {value}", name in required))
+        value = self._value(extra)
+        others = [] if value == self.never else [f"{self._other_name(list(named), patterns)} {t('colon')} {value}"]
+        for pattern, described in patterns.items():
+            value = self._value(described)
+            taken = [name for name in named if _matches(pattern, name)]
+            if value != self.never and not (taken and _all_taken(pattern, taken)):
+                others.append(f"{self._name_like(pattern, taken)} {t('colon')} {value}")
+        other = " | ".join(others)
+        if not members and not other:
+            return f"({t('open')} {t('close')})"
+        base = self._new_name()
+        free = self._any_order and not schema.get(IN_ORDER) and len(members) <= _MOST_FREE
+        self._named[base] = base
+        body = (self._free if free else self._ordered)(base, members, other)
+        return f"({t('open')} {body} {t('close')})"
+
+    def _other_name(self, names: Sequence[str], patterns: Mapping[str, Any]) -> str:
+        """The terminal of a member's name that is none of `names`, and like none of `patterns`."""
+        string = self._terminal("string")
+        taken = " | ".join([*map(_quoted, names), *(f"/{_as_name(pattern)}/" for pattern in patterns)])
+        if not taken:
+            return string
+        return self._rule(f"not {taken}", self._new_name().upper(), lambda: f"{string} & ~({taken})")
+
+    def _name_like(self, pattern: str, names: Sequence[str]) -> str:
+        """The terminal of a member's name that is like `pattern`, and none of `names`."""
+        key = f"{self._terminal('name')} & /{_as_name(pattern)}/"
+        lark = f"{key} & ~({' | '.join(map(_quoted, names))})" if names else key
+        return self._rule(lark, self._new_name().upper(), lambda: lark)
+
+    def _free(self, base: str, members: Sequence[tuple[str, bool]], other: str) -> str:
+        """Each member once, in any order: a bit says that it was there, the first bits are those of required ones."""
+        ordered = sorted(range(len(members)), key=lambda i: not members[i][1])
+        names = []
+        for bit, i in enumerate(ordered):
+            names.append(f"{base}_m{bit}")
+            self.rules.append(f"{base}_m{bit}: {members[i][0]}")
+        n = sum(wanted for _, wanted in members)
+        end = f'"" %if is_ones([0:{n}])' if n else '""'
+        first = [f"{name} {base}_r::set_bit({bit})" for bit, name in enumerate(names)]
+        more = [f"{self._terminal('comma')} {way} %if bit_clear({bit})" for bit, way in enumerate(first)]
+        if other:
+            self.rules.append(f"{base}_o: {other}")
+            first.append(f"{base}_o {base}_r::_")
+            more.append(f"{self._terminal('comma')} {base}_o {base}_r::_")
+        self.rules.append(
+            f"{base}_f::_ : {' | '.join([*([] if n else [end]), *first])}" if first else f'{base}_f::_ : ""'
+        )
+        self.rules.append(f"{base}_r::_ : {' | '.join([end, *more])}")
+        return f"{base}_f::0x0"
+
+    def _ordered(self, base: str, members: Sequence[tuple[str, bool]], other: str) -> str:
+        """Members in the order of the schema, any others last."""
+        comma = self._terminal("comma")
+        if other:
+            self.rules.append(f"{base}_o: {other}")
+        tail, tail_first = (f"({comma} {base}_o)*", f"({base}_o ({comma} {base}_o)*)?") if other else ('""', '""')
+        for i, (member, wanted) in enumerate(members):
+            self.rules.append(f"{base}_m{i}: {member}")
+            first = f"{base}_m{i} {base}_r{i + 1}" + ("" if wanted else f" | {base}_f{i + 1}")
+            more = f"{comma} {base}_m{i} {base}_r{i + 1}" + ("" if wanted else f" | {base}_r{i + 1}")
+            self.rules += [f"{base}_f{i}: {first}", f"{base}_r{i}: {more}"]
+        self.rules += [f"{base}_f{len(members)}: {tail_first}", f"{base}_r{len(members)}: {tail}"]
+        return f"{base}_f0"
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What both say of an object; None where it can't be one."""
+    kinds = {schema["type"] for schema in (one, other) if "type" in schema}
+    if "object" in kinds and len(kinds) > 1:
+        return None
+    out: dict[str, Any] = {"type": min(kinds)} if kinds else {}
+    named: dict[str, Any] = {}
+    for mine, theirs in ((one, other), (other, one)):
+        for name, described in mine.get("properties", {}).items():
+            there = theirs.get("properties", {})
+            beside = there[name] if name in there else theirs.get("additionalProperties", True)
+            if name not in named:
+                named[name] = described if beside is True else beside if described is True else _both(described, beside)
+    extra = _both(one.get("additionalProperties", True), other.get("additionalProperties", True))
+    if named:
+        out["properties"] = named
+    if required := list(dict.fromkeys([*one.get("required", ()), *other.get("required", ())])):
+        out["required"] = required
+    if extra is not True:
+        out["additionalProperties"] = extra
+    return {**out, IN_ORDER: True} if one.get(IN_ORDER) or other.get(IN_ORDER) else out
+
+
+def _both(one: Any, other: Any) -> Any:
+    if one is False or other is False:
+        return False
+    return other if one is True else one if other is True else {"allOf": [one, other]}
+
+
+def _quoted(name: str) -> str:
+    return _text(json.dumps(name, ensure_ascii=False))
+
+
+def _as_name(pattern: str) -> str | None:
+    """The expression of a name between its quotes that `pattern` is found in; None for one with ends of its own within."""
+    body = pattern.removeprefix("^")
+    body, end = (body[:-1], "") if body.endswith("$") and not body.endswith("\\$") else (body, "(?s:.*)")
+    if re.search(r"(?<!\\)(?<!\[)[\^$]|\\[bBAzZ]|\(\?", body) or "|" in re.sub(r"\(.*\)|\\.|\[[^]]*\]", "", body):
+        return None
+    body = _SLASH.sub(lambda found: found[1] or r"\/", body)
+    return f'"{"" if pattern.startswith("^") else "(?s:.*)"}(?:{body}){end}"'
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+def _all_taken(pattern: str, names: Sequence[str]) -> bool:
+    """True where no other name than `names` is like `pattern`."""
+    return empty({"type": "string", "allOf": [{"pattern": pattern}, {"pattern": f"^{other_texts(names)}$"}]})
+
+
+def _text(said: str) -> str:
+    """A Lark string; its escapes are JSON's."""
+    return json.dumps(said, ensure_ascii=False)
+
+
+_WORDS_OF: Mapping[str, frozenset[str]] = {
+    "object": frozenset(_OBJECT), "array": frozenset(_ARRAY), "boolean": frozenset(), "null": frozenset(),
+}  # fmt: skip
+_ANY_WORDS = frozenset({"enum", "const", "anyOf", "allOf", "$ref"})
+
+
+def _speaking_of(schema: Mapping[str, Any], kind: str) -> Any:
+    """`schema` for one of its types, without words that say nothing of it."""
+    words = _WORDS_OF.get(kind)
+    if words is None:
+        skipped = (_OBJECT | _ARRAY) - {"type"}
+        return {**{w: v for w, v in schema.items() if w not in skipped}, "type": kind}
+    object_words = {"patternProperties", "minProperties", "maxProperties", "prefixItems"}
+    return {**{w: v for w, v in schema.items() if w in words | _ANY_WORDS | object_words}, "type": kind}
+
+
+def _ending(schema: Any, *, finest: bool) -> Any:
+    """`schema` whose numbers have an end; `finest`: with so many digits behind the point and no more, which
+    llguidance does not hold beside integers and other multiples."""
+    if isinstance(schema, list):
+        return [_ending(inner, finest=finest) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for word, said in schema.items():
+        if word in NAMED:
+            out[word] = {name: _ending(inner, finest=finest) for name, inner in said.items()}
+        else:
+            out[word] = said if word in INERT else _ending(said, finest=finest)
+    kinds = out.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    bounded = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & set(out)
+    if "integer" in kinds or ("number" in kinds and bounded):
+        if not {"minimum", "exclusiveMinimum"} & bounded:
+            out["minimum"] = -LARGEST
+        if not {"maximum", "exclusiveMaximum"} & bounded:
+            out["maximum"] = LARGEST
+        if "number" in kinds and finest:
+            out.setdefault("multipleOf", _FINEST)
+    return out
+
+
+def _reached(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """The definitions that `schema` leads to."""
+    found: dict[str, Any] = {}
+    left = [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node, list):
+            left += node
+        elif isinstance(node, dict):
+            reference = node.get("$ref")
+            if isinstance(reference, str):
+                name = reference.removeprefix("#/$defs/")
+                if name not in found:
+                    found[name] = definitions.get(name, True)
+                    left.append(found[name])
+            for word, inner in node.items():
+                left += inner.values() if word in NAMED else [] if word in INERT else [inner]
+    return found
