@@ -163,7 +163,7 @@ def _no_model(listing: Listing, quant: str) -> DownloadError:
 
 def _only(near: list[Selection], quant: str, listing: Listing) -> Selection:
     """The one of several selections of a quant: the same file in two places is one. Raises DownloadError naming them."""
-    stems = {names.stem_of(s.files[0].name).lower(): s for s in reversed(near)}
+    stems = {names.stem_of(s.files[0].name): s for s in reversed(near)}
     if len(stems) > 1:
         listed = ", ".join(s.files[0].name for s in near[:8])
         raise DownloadError(
