@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from localllm.errors import UsageError
+from localllm.plain_output import PlainOutput
 
 if TYPE_CHECKING:
     from localllm.service.types import Manager, Service
@@ -220,7 +221,7 @@ def write_to(log: str) -> None:
     # Children inherit the descriptors, where the process has any (pythonw.exe has none).
     for number in (1, 2):
         os.dup2(stream.fileno(), number)
-    sys.stdout = sys.stderr = stream
+    sys.stdout = sys.stderr = cast("TextIO", PlainOutput(stream))
 
 
 def wait_for_workers(longest_s: float = _LONGEST_WRITE_S) -> int:

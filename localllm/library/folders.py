@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ _TEXT_ARCHITECTURES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 def walk(folder: Path, depth: int) -> Iterator[tuple[Path, list[Path]]]:
     """Every folder down to `depth` levels with its files, sorted; links to folders and hidden folders are not followed."""
     budget = _MAX_FILES
-    pending = [(folder, 0)]
+    # The nearest first: what lies deep in a large tree costs nothing that lies above it its place.
+    pending = deque([(folder, 0)])
     while pending and budget > 0:
-        current, level = pending.pop()
+        current, level = pending.popleft()
         files: list[Path] = []
         try:
             with os.scandir(current) as entries:

@@ -310,4 +310,4 @@ def _can_chat(model: LocalModel) -> bool:
         header = read_header(model.path)
     except ModelFileError:
         return False
-    return bool(header.text("tokenizer.chat_template")) and f"{header.architecture}.pooling_type" not in header.metadata
+    return bool(header.text("tokenizer.chat_template")) and file_kinds.of_header(model.path) == "model"

@@ -231,3 +231,38 @@ def test_a_file_without_a_byte_is_no_variant(hub: Hub, patience: Patience) -> No
     hub.add("org/Empty-GGUF", {"zero-Q4_K_M.gguf": b"", "README.md": b"hi"})
     with pytest.raises(DownloadError, match=r"zero-Q4_K_M.gguf"):
         pull("org/Empty-GGUF", patience=patience)
+
+
+@pytest.mark.parametrize("ending", [".gguf", ".GGUF", ".Gguf"])
+def test_splits_are_found_whatever_their_ending_is_written_in(tmp_path: Path, ending: str) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "Split-F32.gguf"), "llama", split_max_tensors=2)
+    for name, value in {
+        "block_count": 1,
+        "embedding_length": 64,
+        "context_length": 64,
+        "attention.head_count": 2,
+    }.items():
+        writer.add_uint32(f"llama.{name}", value)
+    for i in range(5):
+        writer.add_tensor(f"blk.0.t{i}.weight", np.zeros((64, 64), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = [p.rename(p.with_suffix(ending)) for p in sorted(tmp_path.glob("Split*"))]
+    (tmp_path / ("imatrix" + ending)).write_bytes(b"")
+    (found,) = store.adopt(tmp_path)
+    assert (found.name, found.quant, list(found.files)) == ("Split-F32", "F32", parts)
+    for part in parts:
+        assert resolve(str(part)).files == tuple(parts)
+        assert read_model(part).params_total == 5 * 64 * 64
+    assert resolve("split-f32").path == resolve(f"{tmp_path}:F32").path == parts[0]
+
+
+def test_a_model_deep_in_folders_is_found_beside_a_large_tree(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath("z", *"abcdefghij")
+    deep.mkdir(parents=True)
+    tiny_gguf.write_llama(deep / "Deep-F32.gguf")
+    tiny_gguf.write_llama(tmp_path / "a-F32.gguf")
+    (tmp_path / "m" / "n").mkdir(parents=True)
+    assert [m.name for m in store.adopt(tmp_path)] == ["a-F32", "Deep-F32"]
