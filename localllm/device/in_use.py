@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from localllm import paths
-from localllm.device import ggml
-from localllm.device.accelerators import KINDS, compiled_in
+from localllm.device import cards, ggml, table
+from localllm.device.accelerators import KINDS, Accelerator, compiled_in
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0
@@ -118,10 +118,9 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
     if device.accelerator == "cpu":
         return _as_ggml_says(device, build) if build.gpus else device
     driver = ggml.driven_by(device, build)
-    if driver == device.accelerator:
-        return device
     if driver != "cpu":
-        return replace(device, accelerator=driver)
+        used = device if driver == device.accelerator else _driven_by(device, driver)
+        return _with_all(used, [gpu for gpu in build.gpus if gpu.accelerator == driver])
     told = f"{device.name} is not used: the installed llama.cpp is a build for the processor"
     return replace(
         processor,
@@ -129,6 +128,55 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
         accelerator="cpu",
         family="CPU",
         findings=(*processor.findings, Finding("warning", told, "localllm setup")),
+    )
+
+
+def _driven_by(device: Device, driver: Accelerator) -> Device:
+    return replace(device, accelerator=driver, cards=tuple(replace(card, accelerator=driver) for card in device.cards))
+
+
+def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
+    """`device` with every card that the build uses: a second of a kind that Windows' registry shows once, or, under Vulkan, one of
+    another maker. Layers are divided over them, so plans count them, in the order of their PCI addresses."""
+    ours = list(device.cards or (device,))
+    if device.kind != "discrete" or len(gpus) <= len(ours):
+        return device
+    found = []
+    for gpu in sorted(gpus, key=lambda gpu: gpu.id):
+        own = next((card for card in ours if _alike(card.name, gpu.description)), None)
+        if own is not None:
+            ours.remove(own)
+        found.append(own or _card(replace(device, cards=(), n_gpus=1), gpu))
+    if ours:  # the build does not see one of them: which is which can't be told
+        return device
+    more = len(found) - max(1, len(device.cards))
+    told = f"{more} more {'card is' if more == 1 else 'cards are'} known from the installed llama.cpp, and planned with"
+    return replace(cards.together(cards.numbered(found)), findings=(*device.findings, Finding("info", told)))
+
+
+def _alike(name: str, description: str) -> bool:
+    """Do two drivers mean one kind of card? ("Radeon RX 7900 XTX", "AMD Radeon RX 7900 XTX (RADV NAVI31)")"""
+    short, long = sorted((f"{table.plain(name)} ", f"{table.plain(description)} "), key=len)
+    return long.startswith(short)
+
+
+def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
+    """A card as ggml and the table have it, in the machine of `device`."""
+    total = gpu.memory_total_bytes
+    row = table.by_gpu_name(gpu.description, total)
+    fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
+    return replace(
+        device,
+        name=gpu.description or gpu.name,
+        family=row.family if row else gpu.accelerator,
+        memory=Memory(total, total, min(gpu.memory_free_bytes, total), "reported", f"llama.cpp ({gpu.backend})"),
+        bandwidth_gbps=row.bandwidth if row else None,
+        fp16_tflops=fp16,
+        fp8_tflops=fp8,
+        fp4_tflops=fp4,
+        compute_units=row.compute_units if row else 0,
+        compute_capability=row.compute_capability if row else "",
+        match=row.name if row else "",
     )
 
 
@@ -141,7 +189,7 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     total = sum(gpu.memory_total_bytes for gpu in gpus)
     free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
     told = f"{gpus[0].description} is known from the installed llama.cpp alone: what it can do is estimated roughly"
-    return replace(
+    alone = replace(
         machine,
         name=gpus[0].description or gpus[0].name,
         kind="unified" if shared else "discrete",
@@ -152,9 +200,11 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
         host=None if shared else machine.memory,
         host_bandwidth_gbps=None if shared else machine.bandwidth_gbps,
         match="",
-        n_gpus=len(gpus),
         findings=(*machine.findings, Finding("info", told)),
     )
+    if shared or len(gpus) < 2:
+        return replace(alone, n_gpus=len(gpus))
+    return cards.together(cards.numbered([_card(alone, gpu) for gpu in sorted(gpus, key=lambda gpu: gpu.id)]))
 
 
 _PROGRAM = "localllm_backends.llamacpp.devices"

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.device import health
+from localllm.device import ggml, health, in_use
 from localllm.device.machines import identify
 from localllm.device.parsers.gpus import visible
 from localllm.device.types import Device, Readings
@@ -309,3 +309,46 @@ def test_low_power_mode_by_either_name(pmset: str, status: str) -> None:
     assert found.status == status
     if status == "warning":
         assert pmset.split()[-2] in found.fix
+
+
+# --- what the build sees -----------------------------------------------------------------------------------------------
+
+
+def vulkan_build(*gpus: tuple[str, float, str]) -> ggml.GgmlBuild:
+    found = [
+        ggml.GgmlDevice(f"Vulkan{i}", name, "Vulkan", "gpu", int(gib * GIB), int(gib * GIB), id=address)
+        for i, (name, gib, address) in enumerate(gpus)
+    ]
+    return ggml.GgmlBuild("0.3.36", "/somewhere", tuple(found))
+
+
+def test_a_second_card_of_a_kind_that_the_registry_shows_once_is_counted() -> None:
+    one = linux(amd(0, "0x744c", 24, 31, revision="0xc8", board_info="type : cem\n"))
+    navi = "AMD Radeon RX 7900 XTX (RADV NAVI31)"
+    used = in_use.as_used(one, one, vulkan_build((navi, 24, "0000:0b:00.0"), (navi, 24, "0000:03:00.0")))
+    assert (used.n_gpus, used.accelerator) == (2, "vulkan")
+    assert [card.match for card in used.cards] == ["Radeon RX 7900 XTX"] * 2
+    assert used.memory.total_bytes == 48 * GIB
+
+
+def test_under_vulkan_cards_of_two_makers_share_a_model_in_the_order_of_their_addresses() -> None:
+    nvidia_alone = linux(nvml=nvidia(card("NVIDIA GeForce RTX 5060 Ti", 15.93)))
+    build = vulkan_build(
+        ("NVIDIA GeForce RTX 5060 Ti", 15.93, "0000:41:00.0"),
+        ("AMD Radeon RX 7900 XTX (RADV NAVI31)", 24, "0000:03:00.0"),
+    )
+    used = in_use.as_used(nvidia_alone, nvidia_alone, build)
+    assert [(c.number, c.match, c.accelerator) for c in used.cards] == [
+        (0, "Radeon RX 7900 XTX", "vulkan"), (1, "GeForce RTX 5060 Ti 16 GB", "vulkan"),
+    ]  # fmt: skip
+    assert "1 more card" in said(used)
+
+
+def test_a_build_that_does_not_see_one_of_the_cards_changes_nothing() -> None:
+    two = linux(nvml=nvidia(card("NVIDIA GeForce RTX 5090", 32), card("NVIDIA GeForce RTX 3090", 24)))
+    for seen in (
+        [("NVIDIA GeForce RTX 5090", 32, "")],
+        [("NVIDIA GeForce RTX 5090", 32, ""), ("A", 8, ""), ("B", 8, "")],
+    ):
+        used = in_use.as_used(two, two, vulkan_build(*seen))  # type: ignore[arg-type]
+        assert [c.match for c in used.cards] == [c.match for c in two.cards]

@@ -10,14 +10,13 @@ import shutil
 import sys
 from collections.abc import Iterator
 
+from localllm.device.accelerators import KINDS
 from localllm.device.parsers.linux import cgroup_paths
 from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import DeviceUnreadableError, Readings
 
 # What hides GPUs from the programs that are started here, and how CUDA counts them.
-_ENVIRONMENT = (
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES",
-)  # fmt: skip
+_ENVIRONMENT = (*(name for kind in KINDS.values() for name in kind.hidden_by), "CUDA_DEVICE_ORDER")
 
 
 def environment() -> dict[str, str]:
