@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import PromptMatch, miss_reason, recomputed
 from localllm.engine.cache.pool import NO_SOURCE, PrefixSource
+from localllm.engine.cache.restore import Restoration
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.host.memory import MemoryGuard, return_to_system
 from localllm.engine.messages import Failure, Prefill
@@ -98,7 +99,14 @@ class Admission:
         # Besides, everybody's next step must fit, or somebody is parked in it.
         growing = sum(j.pending for j in self.jobs.running.values())
         live = len(self.jobs.running) + (0 if source.kind == "idle" else 1)
-        if not self.jobs.pool.make_room(need + growing, live=live, keep=source.idle):
+        # What comes from the cache has its cells made free as it comes: what leaves for it finds room where that was.
+        coming = source.plan.saved if source.plan is not None and source.plan.divisible else 0
+        due = sum(j.restoring.due_tokens for j in self.jobs.running.values() if j.restoring is not None)
+        pool = self.jobs.pool
+        if not (
+            pool.may_have(need + growing + due, source)
+            and pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
+        ):
             if self.jobs.running:
                 return False
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
@@ -161,17 +169,26 @@ class Admission:
                     self.awaits_disk = True
                     break
                 if not job.restoring.done and job.gap is None:
+                    self._make_room_for(job.restoring)
                     job.restoring.step()
                     imported = True
                 job.n_kv = job.restoring.held
             if job.restoring is None or job.restoring.done:
                 self._begin(job)
 
+    def _make_room_for(self, restoring: Restoration) -> None:
+        """Cells for what comes next of it, besides those that running requests are to compute."""
+        if restoring.next_tokens:
+            jobs = self.jobs.running.values()
+            cells = restoring.next_tokens + sum(j.to_compute for j in jobs)
+            self.jobs.pool.make_room(cells, live=len(jobs))
+
     def _begin(self, job: RunningRequest) -> None:
         """All of its prefix that can be had is there: now it prefills."""
-        taken = job.n_kv if job.restoring is None else job.restoring.imported
-        missed = {} if job.restoring is None else job.restoring.missed
-        self.jobs.pool.restored_tokens += 0 if job.restoring is None else taken
+        restoring = job.restoring
+        taken = job.n_kv if restoring is None else restoring.in_place + restoring.imported
+        missed = {} if restoring is None else restoring.missed
+        self.jobs.pool.restored_tokens += 0 if restoring is None else restoring.imported
         line = as_tokens(job.tokens)
         if job.admissions:
             self.jobs.metrics.recomputed("parked", max(0, job.parked_tokens - taken))

@@ -120,7 +120,8 @@ class RunningRequest:
     @property
     def to_compute(self) -> int:
         """Tokens known but without KV that no cache is about to bring."""
-        return len(self.tokens) - max(self.n_kv, self.restoring.plan.saved if self.restoring is not None else 0)
+        coming = self.restoring.in_place + self.restoring.plan.saved if self.restoring is not None else 0
+        return len(self.tokens) - max(self.n_kv, coming)
 
     @property
     def prefilling(self) -> bool:

@@ -145,7 +145,6 @@ class DiskTier:
         """Enter the directory's blocks into `cache`, and states into `states` (without their data), and start the writer;
         returns their number."""
         put_label(self.directory, self.model)
-        cache.budget.clock = time.time_ns  # what was used in memory and what is on disk are compared
         found: list[tuple[DiskBlock, Tokens, PrefixCache]] = []
         for path in self.directory.glob("*.kv"):
             indexed = read_entry(path, self.identity)

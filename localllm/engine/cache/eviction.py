@@ -1,9 +1,11 @@
 """What leaves first where room is short: changing how the cache evicts is changing this file.
 
-memory    The blocks unused the longest, whichever tree has them. One with a copy on disk is demoted: it loses its
-          memory, never its place. One that is being written is waited for. Only one without a copy is evicted.
-          What is locked stays, and nothing is evicted for what was used longer ago.
-context   Finished sequences that are in the cache leave as soon as others run, and before a prompt is read.
+memory    What the context holds too, if its cells are needed; then the blocks unused the longest, whichever tree has
+          them. One with a copy on disk is demoted: it loses its memory, never its place. One that is being written is
+          waited for. Only one without a copy is evicted. What is locked stays, and nothing is evicted for what was used
+          longer ago, nor within the hour for a sequence that could stay in the context.
+context   Finished sequences that are in the cache leave as soon as others run, and before a prompt is read. Where cells
+          are needed the oldest is cut from its end, and its end goes to memory.
 disk      The files unused the longest, of all models, but none for what was used longer ago.
 
 Of what was used together, ends of sequences leave before their beginnings (`depth`).
@@ -11,6 +13,7 @@ Of what was used together, ends of sequences leave before their beginnings (`dep
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -100,21 +103,27 @@ class EvictablePool(ABC):
         """Have a block keep only its copy; returns the bytes freed, 0 where it has none."""
 
     @abstractmethod
+    def forget(self, block: Block) -> None:
+        """No sequence has a block any more, whether it is locked or not."""
+
+    @abstractmethod
     def evict(self, block: Block) -> None:
         """Forget a block."""
 
 
 @dataclass(eq=False)
 class CacheBudget:
-    """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds where there
-    is one, so that files can be compared by it, but always on. `changes` grows with everything that may make room or
-    changes what is found: who was refused, or remembers what it found, asks again."""
+    """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds, so that files
+    can be compared by it, but always on. `changes` grows with everything that may make room or
+    changes what is found: who was refused, or remembers what it found, asks again. `in_context`: blocks whose tokens the
+    context holds too, the first to go where something has to leave it."""
 
     capacity_bytes: int
     uses: int = 0
     changes: int = 0
     pools: list[EvictablePool] = field(default_factory=list)
-    clock: Callable[[], int] = lambda: 0
+    clock: Callable[[], int] = time.time_ns
+    in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
 
     def use(self) -> int:
         """Something is used now: when, as `uses` counts."""
@@ -137,12 +146,25 @@ class CacheBudget:
             return "full"
         keep = set().union(*(pool.on_path(prefix) for pool in self.pools)) if prefix is not None else set()
         until = self.uses if used is None else used
+        if force:
+            missing -= self._drop_copies(missing)
         missing -= self._evict(missing, keep, until, pending=False)
         if missing > 0 and any(c.block.pending for c in self._candidates()):
             if not force:
                 return "pending"
             missing -= self._evict(missing, keep, until, pending=True)
         return "free" if missing <= 0 else "full"
+
+    def _drop_copies(self, n_bytes: int) -> int:
+        """Free up to `n_bytes` of what the context holds too, locked or not. Returns the bytes freed."""
+        freed = 0
+        for pool, block in self.in_context():
+            if freed >= n_bytes:
+                break
+            freed += block.held_bytes
+            if not pool.demote(block):
+                pool.forget(block)
+        return freed
 
     def shrink(self, n_bytes: int) -> int:
         """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from localllm.engine.tokens import Tokens
 
 
 class TokenSequence(Protocol):
-    """Tokens in the context: a running request's, or an idle sequence's. They may grow, but never change."""
+    """Tokens in the context: a running request's, or an idle sequence's. They may grow or be cut, but never change."""
 
     @property
     def tokens(self) -> Seq[int] | Tokens:
@@ -61,7 +61,7 @@ class PromptMatch:
             new = common_prefix(as_tokens(other.tokens[same:n]), self.tokens[same:n])
             same, parted = same + new, new < n - same
             self._shared[other] = same, parted
-        return same
+        return min(same, n)
 
     def plan(self, version: Hashable, make: Callable[[Tokens], RestorePlan]) -> RestorePlan:
         """What to restore from the cache: what `make` said when the cache was last of that `version`."""
@@ -79,17 +79,28 @@ ShouldLoad = Callable[[Block, int], bool]
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
     """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed. `state`:
-    what must follow the last part (None: nothing). `known`: how far the prompt followed any sequence."""
+    what must follow the last part (None: nothing). `known`: how far the prompt followed any sequence. `divisible`: any of
+    the parts can be imported behind what a sequence holds already."""
 
     match: Match
     parts: tuple[CachedPart, ...]
     unread: int = 0
     state: Match | None = None
     known: int = 0
+    divisible: bool = False
 
     @property
     def saved(self) -> int:
         return sum(part.n_tokens for part in self.parts)
+
+    def saved_behind(self, held: int) -> int:
+        """Tokens to import where a sequence in the context has the first `held` already."""
+        return sum(max(0, p.stop - max(p.start, held)) for p in self.parts) if self.divisible else 0
+
+    def behind(self, held: int) -> RestorePlan:
+        """What is left of it for such a sequence."""
+        parts = (replace(p, start=max(p.start, held)) for p in self.parts if p.stop > held and self.divisible)
+        return RestorePlan(self.match, tuple(parts), known=self.known, divisible=self.divisible)
 
 
 def plan_restore(
@@ -104,7 +115,8 @@ def plan_restore(
         match = _longest(cache, held, prompt, should_load)
         return RestorePlan(match, match.parts, held.saved - match.saved, known=held.known)
     parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
-    return RestorePlan(match, parts, match.saved - sum(part.n_tokens for part in parts), known=match.known)
+    unread = match.saved - sum(part.n_tokens for part in parts)
+    return RestorePlan(match, parts, unread, known=match.known, divisible=True)
 
 
 def longest_state(states: PrefixCache, prefix: Tokens, should_load: ShouldLoad) -> tuple[int, Block] | None:

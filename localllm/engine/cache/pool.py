@@ -15,7 +15,7 @@ first: cache/eviction.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +24,7 @@ from localllm.engine.cache.eviction import Block, ExportState, IdleSequence, Spa
 from localllm.engine.cache.matching import PromptMatch, RestorePlan, RunningSequence
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.cache.store import KvStore, Signs, checkpoints
-from localllm.engine.cache.tree import Match, PrefixCache
+from localllm.engine.cache.tree import Match, PrefixCache, as_tokens
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
@@ -33,12 +33,14 @@ _STATES: dict[Space, ExportState] = {"free": "exporting", "pending": "awaiting",
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known sequence.
-    `state`: the state behind them, where the sequence that has them can't go back there by itself."""
+    """Where `length` of a prompt's tokens can come from, `held` of them from a sequence in the context and the rest, by
+    `plan`, from the cache. `known` is how far the prompt followed any known sequence. `state`: the state behind what is
+    held, where the sequence that has it can't go back there by itself."""
 
     kind: Literal["none", "running", "idle", "cached"]
     length: int
     known: int
+    held: int = 0
     idle: IdleSequence | None = None
     sequence: int | None = None
     plan: RestorePlan | None = None
@@ -75,6 +77,9 @@ class SequencePool:
         self.kv = kv
         self._states = backend.capabilities.states
         self._idle: list[IdleSequence] = []
+        self.running: Callable[[], Iterable[RunningSequence]] = tuple
+        kv.budget.in_context = self._in_context
+        self._leaving: int | None = None
         self.restored_tokens = 0
 
     @property
@@ -101,17 +106,22 @@ class SequencePool:
                 continue
             shared = image_boundary(prompt.tokens, min(most, job.n_kv, prompt.shared(job)))
             known = max(known, shared)
-            if shared > best.length:
-                length, state = self._reaches(job.sequence, shared, job.n_kv, prompt.tokens)
+            length = shared + plan.saved_behind(shared)
+            if length > best.length:
+                held, state = self._reaches(job.sequence, shared, job.n_kv, prompt.tokens)
+                behind = plan.behind(held)
+                length = held + behind.saved
                 if length > best.length:
-                    best = PrefixSource("running", length, known, sequence=job.sequence, state=state)
+                    best = PrefixSource("running", length, known, held, sequence=job.sequence, plan=behind, state=state)
         for idle in self._idle:
             shared = image_boundary(prompt.tokens, min(most, prompt.shared(idle)))
             known = max(known, shared)
-            if shared >= max(best.length, 1):
-                length, state = self._reaches(idle.sequence, shared, len(idle.tokens), prompt.tokens)
-                if length >= max(best.length, 1) and self._may_take(idle, length):
-                    best = PrefixSource("idle", length, known, idle=idle, state=state)
+            if shared and shared + plan.saved_behind(shared) >= best.length:
+                held, state = self._reaches(idle.sequence, shared, len(idle.tokens), prompt.tokens)
+                behind = plan.behind(held)
+                length = held + behind.saved
+                if length >= max(best.length, 1) and self._may_take(idle, held):
+                    best = PrefixSource("idle", length, known, held, idle=idle, plan=behind, state=state)
         return replace(best, known=known)
 
     def has(self, idle: IdleSequence) -> bool:
@@ -135,11 +145,16 @@ class SequencePool:
     def _may_cut(self, idle: IdleSequence, length: int) -> bool:
         return idle.exported or 2 * length >= len(idle.tokens)
 
+    def may_have(self, cells: int, source: PrefixSource) -> bool:
+        """Are there so many cells, free or in idle sequences, besides what `source` has of them?"""
+        idle = sum(len(i.tokens) for i in self._idle)
+        return self._backend.cells_free() + idle - (source.held if source.idle else 0) >= cells
+
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
         """Free cells needed to hold `n_tokens` of which `source` brings its share: an idle sequence's own, a running one's
         where forks share cells."""
         brings = source.kind == "idle" or (source.kind == "running" and self._backend.capabilities.shares_cells)
-        return n_tokens - (source.length if brings else 0)
+        return n_tokens - (source.held if brings else 0)
 
     # --- taking --------------------------------------------------------------------------------------------------
 
@@ -151,13 +166,16 @@ class SequencePool:
             self.kv.touch(prompt[:-1])
         sequence = None
         if source.kind == "idle" and source.idle is not None:
-            sequence = self._take_idle(source.idle, source.length, source.state)
+            sequence = self._take_idle(source.idle, source.held, source.state)
         elif source.kind == "running" and source.sequence is not None:
-            sequence = self._fork(source.sequence, source.length, source.state)
+            sequence = self._fork(source.sequence, source.held, source.state)
         if sequence is not None:
             self._keep_state(sequence, source, prompt)
-            return Acquired(sequence, source.length)
-        plan = source.plan or self.kv.plan(prompt)
+            if source.plan is None or not source.plan.parts:
+                return Acquired(sequence, source.held)
+            rest = Restoration(self.kv, self._backend, sequence, prompt, source.plan, source.held)
+            return Acquired(sequence, source.held, rest)
+        plan = source.plan if source.kind in ("none", "cached") and source.plan is not None else self.kv.plan(prompt)
         sequence = self._new_sequence(source.idle)
         return Acquired(sequence, 0, Restoration(self.kv, self._backend, sequence, prompt, plan))
 
@@ -165,9 +183,9 @@ class SequencePool:
         """Where one sequence left another in the middle of a turn the next one will: keep the state while it is there."""
         if self.kv.states is None or source.state is not None:
             return
-        point = self.kv.longest_state(prompt[: source.length])
-        if source.length - (point[0] if point else 0) > tunables.WORTH_A_STATE_TOKENS:
-            self.checkpoint(sequence, prompt[: source.length])
+        point = self.kv.longest_state(prompt[: source.held])
+        if source.held - (point[0] if point else 0) > tunables.WORTH_A_STATE_TOKENS:
+            self.checkpoint(sequence, prompt[: source.held])
 
     def _new_sequence(self, in_the_way: IdleSequence | None) -> int:
         try:
@@ -311,21 +329,58 @@ class SequencePool:
         while clock() - begun < seconds and self.tick(busy=True, live=live):
             pass
 
-    def make_room(self, cells: int, *, live: int, keep: IdleSequence | None = None) -> bool:
-        """Evict idle sequences (exporting them first) until `cells` are free and one more sequence than `live` fits."""
+    def make_room(
+        self, cells: int, *, live: int, source: PrefixSource = NO_SOURCE, prompt: Tokens | None = None
+    ) -> bool:
+        """Cut idle sequences from their ends, or drop them, exporting what leaves, until `cells` are free and one more
+        sequence than `live` fits. What `source` has of `prompt`, for which that is done, and the cache, stays."""
+        if self._has_room(cells, live):
+            return True
         self._sync()
+        if prompt is not None and self._idle:
+            self.kv.touch(prompt)
         for idle in eviction.context_order(self._idle):
-            if self._has_room(cells, live):
-                return True
-            if idle is not keep:
-                self._evict(idle)
+            least = source.held if idle is source.idle else 0
+            while not self._has_room(cells, live) and self._shorten(idle, cells - self._backend.cells_free(), least):
+                pass
         return self._has_room(cells, live)
 
+    def _shorten(self, idle: IdleSequence, cells: int, least: int) -> bool:
+        """Take `cells`, or a piece if that is more, from the end of an idle sequence, but for its first `least` tokens,
+        exporting them first; all of it where it can't be cut, or little would be left. True if there is some left to take."""
+        start = max(len(idle.tokens) - max(cells, tunables.PIECE_TOKENS), 0)
+        divisible = self._can_split and not self.kv.has_points
+        start = image_boundary(idle.tokens, max(start if start >= tunables.PIECE_TOKENS else 0, least))
+        if (not divisible or cells <= 0) and least:
+            return False
+        if not start or not divisible or cells <= 0:
+            self._evict(idle)
+            return False
+        if start < len(idle.tokens):
+            tokens, idle.tokens = idle.tokens, idle.tokens[:start].copy()
+            self.kv.export_end(idle.sequence, tokens, start, idle.used)
+            self._backend.truncate(idle.sequence, start)
+            idle.state = "exporting" if self.kv.missing(idle.tokens) is not None else "exported"
+        return start > least
+
+    def _in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
+        """Blocks of the cache whose tokens sequences in the context have too, which stay there the longest first."""
+        if self.kv.has_points:
+            return
+        for job in self.running():
+            if job.sequence not in (None, self._leaving):
+                for block in self.cache.covered(as_tokens(job.tokens[: self._backend.length(job.sequence)])):
+                    yield self.cache, block
+        for idle in reversed(self._idle):
+            for block in self.cache.covered(idle.tokens):
+                yield self.cache, block
+
     def drop_one(self) -> bool:
+        """Cells for one more step from an idle sequence, whatever the backend believes to be free; False where there is none."""
         if not self._idle:
             return False
         self._sync()
-        self._evict(eviction.context_order(self._idle)[0])
+        self._shorten(eviction.context_order(self._idle)[0], self._backend.info.n_batch, 0)
         return True
 
     def finish(self) -> None:
@@ -348,8 +403,9 @@ class SequencePool:
             self._drop(idle)
 
     def _evict(self, idle: IdleSequence) -> None:
+        self._idle.remove(idle)
         self._export_all(idle)
-        self._drop(idle)
+        self._backend.drop(idle.sequence)
 
     def _drop(self, idle: IdleSequence) -> None:
         self._idle.remove(idle)
@@ -372,8 +428,13 @@ class SequencePool:
 
     def _export_all(self, idle: IdleSequence) -> None:
         """Export what there is room for, now: its cells are needed, so what is still to be written is not waited for."""
-        while not idle.exported and self._export_next(idle, force=True):
-            pass
+        if self.kv.has_points:
+            while not idle.exported and self._export_next(idle, force=True):
+                pass
+            return
+        self._leaving = idle.sequence
+        self.kv.export_end(idle.sequence, idle.tokens, 0, idle.used)
+        self._leaving = None
 
     def _export_next(self, idle: IdleSequence, *, force: bool = False) -> bool:
         """Export one piece; False if it can't be had, or there is no room for it in the cache."""

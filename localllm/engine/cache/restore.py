@@ -22,9 +22,9 @@ from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
 @dataclass
 class Restoration:
-    """A prompt's cached parts being imported into the empty `sequence`. Its blocks stay in the cache until it is `done` or
-    closed. `held` tokens are in the sequence, `imported` of them from the cache. Fails silently: what can't be had is
-    computed, and counted by reason in `missed`."""
+    """A prompt's cached parts being imported into `sequence`, which has its first `held` tokens. Its blocks stay in the cache
+    until it is `done` or closed. `held` tokens are in the sequence now, `imported` of them from the cache. Fails silently:
+    what can't be had is computed, and counted by reason in `missed`."""
 
     kv: KvStore
     backend: Backend
@@ -38,13 +38,23 @@ class Restoration:
 
     def __post_init__(self) -> None:
         self._parts = list(reversed(self.plan.parts))
-        self._gap_start = 0
+        self._gap_start = self.in_place = self.held
         # Tokens in the sequence; `held` are those that it could go on behind.
-        self._reached = 0
+        self._reached = self.held
         self._wanted: list[Block] = []
         self._lock(self.plan)
         self._miss("unread", self.plan.unread)
         self._look_ahead()
+
+    @property
+    def due_tokens(self) -> int:
+        """What is still to be imported, for which room is made part by part."""
+        return sum(part.n_tokens for part in self._parts) if self.plan.divisible else 0
+
+    @property
+    def next_tokens(self) -> int:
+        """What the next step imports of that."""
+        return self._parts[-1].n_tokens if self._parts and self.plan.divisible else 0
 
     @property
     def computes_to(self) -> int | None:

@@ -139,6 +139,16 @@ class KvStore:
             stop = self._piece(sequence, prefix, start, stop)
         return self.store(sequence, prefix[:stop], start, used, force=force)
 
+    def export_end(self, sequence: int, prefix: Tokens, start: int, used: int | None) -> None:
+        """Export what isn't held of `prefix` from `start` on, which is about to leave the context, as far as there is room
+        for it by evicting what was used before `used`."""
+        while (gap := self.cache.gap(prefix, start)) is not None:
+            start, stop = gap
+            stop = self._piece(sequence, prefix, start, stop)
+            if self.store(sequence, prefix[:stop], start, used, force=True) != "free":
+                return
+            start = stop
+
     def _piece(self, sequence: int, prefix: Tokens, start: int, stop: int) -> int:
         """Where the piece of `prefix` ends that begins at `start`."""
         stop = min(stop, start + tunables.PIECE_TOKENS)
@@ -162,7 +172,8 @@ class KvStore:
         snapshot rather than an older one of the same sequence."""
         n_tokens = len(prefix) - start
         along = None if newer else prefix
-        space = self.budget.make_room(self._least_bytes(n_tokens), prefix=along, used=used, force=force)
+        until = self._evicts_until(used, force=force or newer)
+        space = self.budget.make_room(self._least_bytes(n_tokens), prefix=along, used=until, force=force)
         if space != "free":
             return space
         try:
@@ -171,7 +182,7 @@ class KvStore:
             return "full"
         self._token_bytes = min(self._token_bytes or len(data), len(data) / n_tokens)
         self._snapshot = (n_tokens, len(data))
-        space = self.budget.make_room(len(data), prefix=along, used=used, force=force)
+        space = self.budget.make_room(len(data), prefix=along, used=until, force=force)
         return space if space != "free" else self._insert(self.cache, prefix, data, start, used)
 
     def store_state(
@@ -197,6 +208,14 @@ class KvStore:
         self._export_s = min(self._export_s or took_s, took_s)
         self._state_bytes = max(self._state_bytes, len(data))
         return self._insert(self.states, prefix, data, 0, used)
+
+    def _evicts_until(self, used: int | None, *, force: bool) -> int | None:
+        """What may be evicted for a sequence that was used at `used`: what was used before it, and unless it has to leave
+        the context only what is forgotten."""
+        if force or self.has_points:
+            return used
+        forgotten = self.budget.uses - int(tunables.FORGOTTEN_S * 1e9)
+        return forgotten if used is None else min(used, forgotten)
 
     def _least_bytes(self, n_tokens: int) -> int:
         """The least that the export of so many tokens can have."""

@@ -167,13 +167,13 @@ class PrefixCache(EvictablePool):
             self._prune(match.node)
         self.budget.changes += 1
 
-    def gap(self, tokens: Seq[int] | Tokens) -> tuple[int, int] | None:
-        """The first [start, stop) of `tokens` that has no KV here; None where all of it has."""
-        reached = 0
+    def gap(self, tokens: Seq[int] | Tokens, behind: int = 0) -> tuple[int, int] | None:
+        """The first [start, stop) of `tokens`, from `behind` on, that has no KV here; None where all of it has."""
+        reached = behind
         for part in self.peek(tokens).parts:
             if part.start > reached:
                 return reached, part.start
-            reached = part.stop
+            reached = max(reached, part.stop)
         return (0 if self.whole else reached, len(tokens)) if reached < len(tokens) else None
 
     # --- writing -------------------------------------------------------------------------------------------------
@@ -255,6 +255,13 @@ class PrefixCache(EvictablePool):
         if self.whole:
             return set([block for n, block, shared in along if shared == len(n.tokens)][-1:])
         return {block for n, block, shared in along if _uses(n, n.start + shared)}
+
+    def covered(self, prefix: Tokens) -> list[Block]:
+        """The blocks in memory that hold nothing but tokens of `prefix`."""
+        along = [n for n, shared in self._along(prefix) if shared == len(n.tokens)]
+        reached = along[-1].stop if along else 0
+        blocks = dict.fromkeys(n.block for n in along if n.block is not None)
+        return [block for block in blocks if block.held_bytes and block.stop <= reached]
 
     def demote(self, block: Block) -> int:
         held = block.held_bytes

@@ -11,6 +11,9 @@ PIECE_TOKENS = 512
 MOST_RUNS = 64
 # share of the cells; on a device sequences are exported beside running requests once no more than this is free
 FEW_CELLS_SHARE = 0.25
+# seconds; what is only in memory, or only on disk, and was used since then makes no way for a sequence that could stay in the
+# context: agents and people come back within the hour, and reading a prompt again costs more than the cells it keeps busy
+FORGOTTEN_S = 3600.0
 # seconds; closing waits this long for the writer to make room for what is not exported yet
 CLOSE_S = 10.0
 

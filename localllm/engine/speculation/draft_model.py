@@ -139,7 +139,7 @@ class DraftModel(Drafter):
             source = self._pool.lookup(PromptMatch(tokens), ())
             reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
             need = self._pool.needs_cells(source, len(tokens) + reserve)
-            self._pool.make_room(need, live=len(self._lines) + 1, keep=source.idle)
+            self._pool.make_room(need, live=len(self._lines) + 1, source=source)
             sequence, held = self._pool.take(source, tokens).at_once()
             line = self._lines[job.id] = _Line(sequence, job.tokens[:held])
         right = len(line.held)

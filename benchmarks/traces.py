@@ -1,0 +1,458 @@
+"""Prefix reuse on traces of real coding agents, beside LRU and Belady over the same memory, context and disk.
+
+python -m benchmarks.traces [PATH] [--together 1 3 8] [--memory 1 4 16 32] [--disk 0 8]
+
+The engine runs with a backend that computes nothing; a session's tokens are made up, but shared as the trace says. Sixteen
+tokens stand for one, KV has the bytes of an 8B (147,456 a token). PATH: the folder `traces` of callanjfox/kv-cache-tester;
+without it the 30 sessions in benchmarks/data/agent_traces.json, which are shapes of that set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import itertools
+import json
+import random
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.cache import tunables
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    Capabilities,
+    Chunk,
+    MemoryReport,
+    ModelInfo,
+    NoCellsError,
+    StepResult,
+)
+
+SHAPES = Path(__file__).parent / "data" / "agent_traces.json"
+N_CTX = 131_072
+BLOCK_TOKENS, SCALE = 64, 16
+TOKEN_BYTES = 147_456  # an 8B with f16 KV: 36 layers, 8 heads of K and V, 128 wide
+_SCALED_TOKEN_BYTES = 2_048
+_SCALED_BLOCK = BLOCK_TOKENS // SCALE
+# Files have headers, and short blocks are larger than their tokens.
+_DISK_SLACK = 1.25
+# Gaps in a session are no longer than this, so that sessions really take turns; the next one begins a minute after one ends.
+_LONGEST_GAP_S, _NEXT_SESSION_S = 600.0, 60.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a session: when, and its prompt as blocks of 64 tokens. Equal ids mean the same tokens behind the same
+    prefix."""
+
+    at_s: float
+    blocks: tuple[Hashable, ...]
+
+
+Session = list[Ask]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_shapes(path: Path = SHAPES) -> list[Session]:
+    """Sessions as shapes: each request shares so many blocks with an earlier one, and the first with other sessions' of the
+    same kind."""
+    found = []
+    for shape in json.loads(path.read_text(encoding="utf-8")):
+        session: Session = []
+        for at_s, kind, source, shared, n_blocks in shape["requests"]:
+            start: tuple[Hashable, ...] = session[source].blocks[:shared] if source >= 0 else ()
+            if source < 0:
+                start = tuple((kind, i) for i in range(min(shape["instructions_blocks"], n_blocks)))
+            own = ((shape["session"], len(session), i) for i in range(len(start), n_blocks))
+            session.append(Ask(at_s, (*start, *own)))
+        found.append(session)
+    return found
+
+
+def read_traces(folder: Path) -> list[Session]:
+    """Whole traces: hashes of 64-token blocks. Half of what the trace calls tools and system prompt counts as shared by all
+    sessions."""
+    found = []
+    for path in sorted(folder.glob("trace_*.json")):
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        asks = [*_hashed(trace, path.stem, "main", 0.0)]
+        for request in trace["requests"]:
+            if request.get("type") == "subagent":
+                asks += _hashed(request, path.stem, "sub", request["t"])
+        if asks:
+            found.append(_squeezed(sorted(asks, key=lambda ask: ask.at_s)))
+    return found
+
+
+def _hashed(part: dict[str, object], session: str, kind: str, began_s: float) -> Iterator[Ask]:
+    requests = part["requests"]
+    assert isinstance(requests, list)
+    common = 0.5 * (int(str(part["tool_tokens"])) + int(str(part["system_tokens"])))
+    for request in requests:
+        if "hash_ids" in request:
+            blocks = [
+                (kind, i) if i * BLOCK_TOKENS < common else (session, h) for i, h in enumerate(request["hash_ids"])
+            ]
+            yield Ask(began_s + request["t"], tuple(blocks))
+
+
+def _squeezed(session: Session) -> Session:
+    now_s, before_s, out = 0.0, session[0].at_s, []
+    for ask in session:
+        now_s += min(ask.at_s - before_s, _LONGEST_GAP_S)
+        before_s = ask.at_s
+        out.append(Ask(now_s, ask.blocks))
+    return out
+
+
+def interleaved(sessions: Sequence[Session], together: int) -> list[list[int]]:
+    """All requests in order of time, `together` sessions at any time, as ids of blocks: equal where the whole prefix is."""
+    free_s, asks = [0.0] * together, []
+    for session in sessions:
+        slot = min(range(together), key=lambda i: free_s[i])
+        asks += [Ask(free_s[slot] + ask.at_s, ask.blocks) for ask in session]
+        free_s[slot] += session[-1].at_s + _NEXT_SESSION_S
+    ids: dict[tuple[int, Hashable], int] = {}
+    lines = []
+    for ask in sorted(asks, key=lambda ask: ask.at_s):
+        line: list[int] = []
+        for block in ask.blocks:
+            line.append(ids.setdefault((line[-1] if line else 0, block), len(ids) + 1))
+        lines.append(line)
+    return lines
+
+
+# --- the limits ------------------------------------------------------------------------------------------------------
+
+
+def _leading(line: Sequence[int], held: object) -> int:
+    return next((i for i, block in enumerate(line) if block not in held), len(line))  # type: ignore[operator]
+
+
+def unlimited_hits(lines: Sequence[Sequence[int]]) -> int:
+    """Blocks that a cache without limits reuses."""
+    seen: set[int] = set()
+    hits = 0
+    for line in lines:
+        hits += _leading(line, seen)
+        seen.update(line)
+    return hits
+
+
+def lru_hits(lines: Sequence[Sequence[int]], capacity: int) -> int:
+    """Blocks that a cache of `capacity` blocks reuses which drops the one unused the longest, ends before beginnings."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for line in lines:
+        hits += _leading(line, held)
+        for block in reversed(line):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > capacity:
+            held.popitem(last=False)
+    return hits
+
+
+def belady_hits(lines: Sequence[Sequence[int]], capacity: int) -> int:
+    """Blocks that a cache of `capacity` blocks reuses which knows the future: it keeps what is used again soonest."""
+    never = 1 << 60
+    uses: dict[int, list[int]] = {}
+    for i, line in enumerate(lines):
+        for block in line:
+            uses.setdefault(block, []).append(i)
+    held: dict[int, tuple[int, int]] = {}
+    heap: list[tuple[int, int, int]] = []
+    hits = 0
+    for i, line in enumerate(lines):
+        hits += _leading(line, held)
+        for depth, block in enumerate(line):
+            coming = uses[block]
+            while coming and coming[0] <= i:
+                coming.pop(0)
+            at = coming[0] if coming else never
+            held[block] = at, depth
+            heapq.heappush(heap, (-at, -depth, block))
+        while heap and (len(held) > capacity or heap[0][0] == -never):
+            at, depth, block = heapq.heappop(heap)
+            if held.get(block) == (-at, -depth):
+                del held[block]
+    return hits
+
+
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+
+class _Same(StepResult):
+    def __init__(self, n_rows: Sequence[int]) -> None:
+        row = np.zeros(260, dtype=np.float32)
+        row[7] = 1.0
+        self._rows = [np.repeat(row[None], n, 0) for n in n_rows]
+
+    def argmax(self, chunk: int) -> list[int]:
+        """Always the same token."""
+        return [7] * len(self._rows[chunk])
+
+    def logits(self, chunk: int) -> NDArray[np.float32]:
+        """Always the same row."""
+        return self._rows[chunk]
+
+
+class CellsOnly(Backend):
+    """A backend that computes nothing: it counts cells, and exports each token as so many bytes."""
+
+    def __init__(self, n_ctx: int) -> None:
+        self.capabilities = Capabilities(
+            "any", 0, shares_cells=True, segments=True, exact_batching=True, kv_types=("f16",)
+        )
+        self.info = ModelInfo(
+            architecture="cells", description="cells", fingerprint="cells", n_vocab=260, n_ctx=n_ctx, n_ctx_train=n_ctx,
+            n_seq_max=16, n_batch=64, n_outputs=64, n_params=0, weights_bytes=0, eog_tokens=(2,), bos_token=1, eos_token=2,
+            adds_bos=False, bos_text="", eos_text="", chat_template=None, kv_type_k="f16", kv_type_v="f16",
+        )  # fmt: skip
+        self._lines: dict[int, list[int]] = {}
+        self._cells: dict[int, list[int]] = {}
+        self._users: dict[int, int] = {}
+        self._next = 0
+        self.computed_tokens = 0
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """Its bytes."""
+        return list(text.encode())
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Nothing it would say."""
+        return ""
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """All alike."""
+        return b"a"
+
+    def is_control(self, token: int) -> bool:
+        """None is."""
+        return False
+
+    def new_sequence(self) -> int:
+        """One more; NoCellsError where all are in use."""
+        if len(self._lines) >= self.info.n_seq_max:
+            raise NoCellsError("all sequences are in use")
+        self._next += 1
+        self._lines[self._next], self._cells[self._next] = [], []
+        return self._next
+
+    def fork(self, source: int, n_tokens: int) -> int:
+        """One that shares the first `n_tokens` cells."""
+        target = self.new_sequence()
+        self._lines[target] = self._lines[source][:n_tokens]
+        self._cells[target] = self._cells[source][:n_tokens]
+        for cell in self._cells[target]:
+            self._users[cell] += 1
+        return target
+
+    def truncate(self, sequence: int, n_tokens: int) -> None:
+        """Let go of the rest."""
+        for cell in self._cells[sequence][n_tokens:]:
+            self._users[cell] -= 1
+            if not self._users[cell]:
+                del self._users[cell]
+        del self._lines[sequence][n_tokens:], self._cells[sequence][n_tokens:]
+
+    def can_rewind(self, sequence: int, n_tokens: int) -> bool:
+        """Anywhere."""
+        return True
+
+    def drop(self, sequence: int) -> None:
+        """Let go of all of it."""
+        self.truncate(sequence, 0)
+        del self._lines[sequence], self._cells[sequence]
+
+    def length(self, sequence: int) -> int:
+        """Tokens held."""
+        return len(self._lines[sequence])
+
+    def cells_free(self) -> int:
+        """What no sequence has."""
+        return self.info.n_ctx - len(self._users)
+
+    def _take(self, sequence: int, tokens: Sequence[int]) -> None:
+        if len(tokens) > self.cells_free():
+            raise NoCellsError("no cells")
+        self._lines[sequence] += tokens
+        cells = range(self._next, self._next + len(tokens))
+        self._next += len(tokens)
+        self._cells[sequence] += cells
+        self._users.update(dict.fromkeys(cells, 1))
+
+    def step(self, chunks: Sequence[Chunk]) -> StepResult:
+        """Nothing is computed."""
+        for chunk in chunks:
+            self._take(chunk.sequence, list(chunk.tokens))
+            self.computed_tokens += len(chunk.tokens)
+        return _Same([min(chunk.outputs, len(chunk.tokens)) for chunk in chunks])
+
+    def export_range(self, sequence: int, start: int, stop: int) -> bytes:
+        """Where it starts, and its tokens."""
+        line = self._lines[sequence]
+        if not 0 <= start < stop <= len(line):
+            raise BackendFailure("can't export that range")
+        rows = np.zeros((stop - start, _SCALED_TOKEN_BYTES // 4), dtype=np.int32)
+        rows[:, 0] = line[start:stop]
+        rows[0, 1] = start
+        return rows.tobytes()
+
+    def import_range(self, sequence: int, data: bytes | memoryview, start: int, stop: int) -> None:
+        """They must follow what is held."""
+        rows = np.frombuffer(data, dtype=np.int32).reshape(-1, _SCALED_TOKEN_BYTES // 4)
+        first = int(rows[0, 1])
+        if not first <= start < stop <= first + len(rows) or len(self._lines[sequence]) != start:
+            raise BackendFailure("these tokens don't follow")
+        self._take(sequence, rows[start - first : stop - first, 0].tolist())
+
+    def memory(self) -> MemoryReport:
+        """None."""
+        return MemoryReport(0, 0, 0, 0, 0)
+
+    def check_integrity(self) -> None:
+        """Every cell has a user."""
+        held = {cell for cells in self._cells.values() for cell in cells}
+        assert held == set(self._users)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._lines.clear()
+        self._cells.clear()
+
+
+class _Clock:
+    """Every look takes a tenth of a second: computing is slow beside any disk."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.1
+        return self.now_s
+
+
+@contextmanager
+def _scaled() -> Iterator[None]:
+    """The cache's tunables in scaled tokens, and nothing waited for."""
+    scaled = {
+        "PIECE_TOKENS": tunables.PIECE_TOKENS // SCALE, "MIN_TOKENS": 1, "EXPORT_FIRST_TOKENS": 8, "WRITE_PAUSE_S": 0.0,
+        "SHORT_BLOCK_TOKENS": tunables.SHORT_BLOCK_TOKENS // SCALE, "WRITE_PATIENCE_S": 0.0, "WRITE_REST_S": 0.0,
+    }  # fmt: skip
+    before = {name: getattr(tunables, name) for name in scaled}
+    try:
+        for name, value in scaled.items():
+            setattr(tunables, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(tunables, name, value)
+
+
+def _tokens_of(block: int) -> list[int]:
+    digest = hashlib.blake2b(block.to_bytes(8, "little"), digest_size=_SCALED_BLOCK).digest()
+    return [3 + b % 247 for b in digest]
+
+
+def our_hits(lines: Sequence[Sequence[int]], memory_tokens: int, disk_tokens: int, n_ctx: int = N_CTX) -> float:
+    """Blocks that our engine reuses, one request after the other, with a pause after each that is long enough for all
+    housekeeping."""
+    with _scaled(), tempfile.TemporaryDirectory() as folder:
+        scaled_bytes = _SCALED_TOKEN_BYTES // SCALE
+        settings = EngineSettings(
+            cache_bytes=memory_tokens * scaled_bytes,
+            disk_dir=folder if disk_tokens else None,
+            disk_bytes=int(disk_tokens * scaled_bytes * _DISK_SLACK),
+            disk_free_bytes=0,
+            headroom_bytes=0,
+        )
+        engine = Engine(CellsOnly(n_ctx // SCALE + 64), settings, clock=_Clock())
+        hits = 0.0
+        for i, line in enumerate(lines):
+            prompt = [token for block in line for token in _tokens_of(block)]
+            generation = Generation(Sampling(temperature=0.0), 1, ignore_eos=True)
+            events = engine.submit(Request(f"r{i}", prompt, generation), prompt)
+            while engine.has_work:
+                events += engine.step() if engine.can_step else [e for e in () if engine.idle()]
+            end = events[-1]
+            if isinstance(end, Failure):
+                raise RuntimeError(end.message)
+            assert isinstance(end, Finish)
+            hits += end.usage.cached_tokens / _SCALED_BLOCK
+            _settle(engine)
+        engine.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return hits
+
+
+def _settle(engine: Engine) -> None:
+    disk = engine.pool.kv.disk
+    while True:
+        while engine.idle():
+            pass
+        if disk is None:
+            return
+        disk.flush()
+        if not engine.pool.waiting:
+            return
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Shares of what a cache without limits reuses."""
+
+    ours: float
+    lru: float
+    belady: float
+
+
+def compare(lines: Sequence[Sequence[int]], memory_gib: float, disk_gib: float, n_ctx: int = N_CTX) -> Reuse:
+    """Ours beside LRU and Belady over memory, disk and context together."""
+    memory, disk = (int(gib * 2**30 / TOKEN_BYTES) for gib in (memory_gib, disk_gib))
+    capacity, most = (memory + disk + n_ctx) // BLOCK_TOKENS, unlimited_hits(lines)
+    ours = our_hits(lines, memory, disk, n_ctx)
+    return Reuse(ours / most, lru_hits(lines, capacity) / most, belady_hits(lines, capacity) / most)
+
+
+def picked(sessions: Sequence[Session], n_ctx: int, seed: int, limit: int | None = None) -> list[Session]:
+    """Those that fit a context of `n_ctx`, in an order by `seed`, at most `limit`."""
+    fitting = [s for s in sessions if len(s) >= 5 and max(len(ask.blocks) for ask in s) * BLOCK_TOKENS <= n_ctx]
+    random.Random(seed).shuffle(fitting)
+    return fitting[:limit]
+
+
+def main() -> None:
+    """A line for each number of sessions, memory and disk."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", type=Path, help="the folder `traces` of callanjfox/kv-cache-tester")
+    parser.add_argument("--together", type=int, nargs="+", default=[1, 3, 8])
+    parser.add_argument("--memory", type=float, nargs="+", default=[1, 4, 16, 32], help="GiB")
+    parser.add_argument("--disk", type=float, nargs="+", default=[0, 8], help="GiB")
+    parser.add_argument("--sessions", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    sessions = picked(read_traces(args.path) if args.path else read_shapes(), N_CTX, args.seed, args.sessions)
+    print(f"{len(sessions)} sessions; share of what a cache without limits reuses\n")
+    print("| together | memory GiB | disk GiB | ours | LRU | Belady | ours ÷ Belady |\n|---|---|---|---|---|---|---|")
+    for together, disk, memory in itertools.product(args.together, args.disk, args.memory):
+        r = compare(interleaved(sessions, together), memory, disk)
+        figures = f"{r.ours:.3f} | {r.lru:.3f} | {r.belady:.3f} | {r.ours / r.belady:.3f}"
+        print(f"| {together} | {memory:g} | {disk:g} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
