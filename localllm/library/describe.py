@@ -145,4 +145,4 @@ def _of_config(listing: Listing, selection: Selection) -> Model:
         sizes = {f.name: f.size_bytes for f in selection.files if f.name.endswith(".safetensors")}
         return from_hf.model_from_config(json.loads(text), sizes, repo=listing.repo)
     except (CatalogError, ValueError) as e:
-        raise DownloadError(f"{listing.repo} can't be read as a model: {e}") from e
+        raise DownloadError(f"{listing.repo} can't be read as a model: {e}", hint=getattr(e, "hint", None)) from e

@@ -10,6 +10,8 @@ import pytest
 
 from library.hub import Hub, Seen
 from localllm.errors import DownloadError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.library.catalog import load_catalog
+from localllm.library.describe import describe
 from localllm.library.hub import HubUnreachableError, Patience, list_files
 from localllm.library.pull import pull
 from models import tiny_gguf
@@ -212,6 +214,9 @@ def test_weights_in_a_format_of_other_programs_do_not_travel(hub: Hub, patience:
     hub.add("org/Other", {"config.json": json.dumps(config).encode(), "model.safetensors": bytes(40_000)})
     with pytest.raises(DownloadError, match="which neither MLX nor") as e:
         pull("org/Other", patience=patience)
+    assert "GGUF" in e.value.hint
+    with pytest.raises(DownloadError, match="MLX does not run") as e:
+        describe("org/Other", load_catalog())
     assert "GGUF" in e.value.hint
     assert not hub.contents(), "the weights stayed where they are"
 
