@@ -22,6 +22,21 @@ INERT = frozenset({"const", "enum", "default", "examples", "example"})
 NAMED = frozenset({"properties", "patternProperties", "$defs"})
 # llguidance's, of which the others are annotations, as the specification has them all (draft 2020-12, validation 7.2.1).
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+# Those of the specification's others that an expression can hold, if not to the letter.
+_TOKEN = r"(?:~[01]|[^~/])*"
+_CLASS = r"\[\^?(?:a-z|A-Z|0-9|[\w .,:;@#%&=+*?(){}|<>!~$'/]|\\[\w.*+?^$|()\[\]{}/\\-])+-?\]"
+_ATOM = (
+    rf"(?:(?:[^\\\[\](){{}}*+?|^$]|\\[dDwWsS.*+?^$|()\[\]{{}}/\\-]|{_CLASS})(?:[*+?]|\{{[0-9]{{1,3}},?\}})?\??|[\^$|])"
+)
+_EXPRESSIONS = {
+    "json-pointer": f"^(?:/{_TOKEN})*$",
+    "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|(?:/{_TOKEN})*)$",
+    "uri-reference": r"^[\w.~:/?#@!$&'()*+,;=%-]*$",
+    "iri": r'^[A-Za-z][A-Za-z0-9+.-]*:[^\s<>"{}|\\^`]*$',
+    "iri-reference": r'^[^\s<>"{}|\\^`]*$',
+    "idn-email": r"^[^\s@]+@[^\s@]+$",
+    "regex": rf"^(?:{_ATOM}|\((?:\?:)?{_ATOM}*\)(?:[*+?]\??)?)*$",
+}
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 _WITHOUT_PREFIX_ITEMS = (*_OLD_DRAFTS, "2019-09")
 # Words that ask for something no grammar here keeps.
@@ -150,9 +165,9 @@ class Translator:
         out: dict[str, Any] = {}
         self._type(node_, out)
         self._numbers(node_, out)
-        self._texts(node_, out)
-        self._lists(node_, out)
         more: list[Schema] = []
+        self._texts(node_, out, more)
+        self._lists(node_, out)
         self._members(node_, out, more)
         for word in ("const", "enum"):
             if word in node_ and not self._listed(word, node_[word]):
@@ -256,10 +271,13 @@ class Translator:
             else:
                 self.left_out.add(word)
 
-    def _texts(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+    def _texts(self, node: Mapping[str, Any], out: dict[str, Any], more: list[Schema]) -> None:
         self._counts(node, out, _COUNTS[:2])
-        if node.get("format") in _FORMATS:
-            out["format"] = node["format"]
+        kind = node.get("format")
+        if isinstance(kind, str) and kind in _FORMATS:
+            out["format"] = kind
+        elif isinstance(kind, str) and kind in _EXPRESSIONS:
+            more.append({"pattern": _EXPRESSIONS[kind]})
         if "pattern" in node:
             if isinstance(node["pattern"], str) and not _BEYOND_REGULAR.search(node["pattern"]):
                 out["pattern"] = node["pattern"]

@@ -169,6 +169,8 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
         name, schema = parameters_of(tool)
         held: Any
         held, words = loosened(as_object(schema))
+        if isinstance(held, dict) and "object" not in held.get("type", "object"):
+            held, words = True, (*words, "schema")
         if words and tool.get("strict"):
             raise UnsupportedError(
                 f"the parameters of the strict tool {name[:60]!r} can't be enforced: {', '.join(words)}",

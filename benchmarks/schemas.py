@@ -1,0 +1,144 @@
+"""Schemas at scale: those of guidance-ai/jsonschemabench (MaskBench) with their valid and invalid instances, as an
+answer's form and as a tool's parameters, beside plain llguidance in the same run.
+
+    python -m benchmarks.schemas PATH [--sample N]
+
+PATH is the repository, or its folder maskbench/data. Every schema is taken as strict: kept whole, or refused by name. An
+answer has its members in the schema's order, as plain llguidance has them; MaskBench's authors ordered the instances of the
+schemas that it took, so those of schemas that only we take are rejected where they stand in another order (`order`: with
+members in any order they are accepted). Calls come in any order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llguidance
+from llguidance import LLMatcher, LLTokenizer
+
+from localllm.conversation.tools.schemas import constrainable, one_call, parameters_of
+from localllm.errors import UnsupportedError
+from localllm.grammars.json_lark import ANY_ORDER, SPACE
+from localllm.grammars.json_schema import schemas_in
+
+
+class _Bytes:
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"\xff<eos>")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+_TOKENIZER = LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), eos_token=[256])
+
+
+def answer(schema: Any) -> str:
+    """The grammar of an answer in this form. Raises UnsupportedError."""
+    return LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(schema)}\n"))
+
+
+def call(schema: Any) -> str:
+    """The grammar of a call of a strict tool with these parameters. Raises UnsupportedError."""
+    kept, _ = constrainable([{"type": "function", "function": {"name": "f", "parameters": schema}, "strict": True}])
+    return LLMatcher.grammar_from_lark(schemas_in(f"start: %json {one_call([parameters_of(t) for t in kept])[1]}\n"))
+
+
+def any_order(schema: Any) -> str:
+    return answer({**schema, ANY_ORDER: True} if isinstance(schema, dict) else schema)
+
+
+def plain(schema: Any) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": SPACE})
+
+
+PATHS = {"answer": answer, "call": call, "plain llguidance": plain}
+
+
+def allows(matcher: LLMatcher, text: str) -> bool:
+    state = matcher.deep_copy()
+    data = list(text.encode())
+    return state.try_consume_tokens(data) == len(data) and state.is_accepting()
+
+
+def matcher_of(path: Any, schema: Any, why: Counter[str]) -> LLMatcher | None:
+    """A matcher of the schema; None, and the reason counted, where it is refused."""
+    try:
+        matcher = LLMatcher(_TOKENIZER, path(schema), log_level=0)
+        reason = matcher.get_error().splitlines()[0] if matcher.is_error() else ""
+    except (UnsupportedError, ValueError) as e:
+        reason = str(e)
+    if not reason:
+        return matcher
+    why[reason.partition("enforced: ")[2][:60] or reason[:60]] += 1
+    return None
+
+
+def files(path: Path) -> list[Path]:
+    inner = path / "maskbench" / "data"
+    return sorted((inner if inner.is_dir() else path).glob("*.json"))
+
+
+def measure(found: list[Path]) -> Iterator[tuple[str, Counter[str], list[float], Counter[str]]]:
+    for name, path in PATHS.items():
+        counts: Counter[str] = Counter()
+        why: Counter[str] = Counter()
+        spent: list[float] = []
+        for file in found:
+            case = json.loads(file.read_text())
+            schema, tests = case["schema"], case["tests"]
+            if name == "call" and (not isinstance(schema, dict) or not any(isinstance(t["data"], dict) for t in tests)):
+                continue  # arguments are an object
+            counts["schemas"] += 1
+            began = time.perf_counter()
+            matcher = matcher_of(path, schema, why)
+            spent.append(time.perf_counter() - began)
+            if matcher is None:
+                counts["refused"] += 1
+                continue
+            for test in tests:
+                if name == "call" and not isinstance(test["data"], dict):
+                    continue
+                kind = "valid" if test["valid"] else "invalid"
+                counts[kind] += 1
+                for shape, indent in (("", None), (" indented", 2)):
+                    said = json.dumps(test["data"], ensure_ascii=False, indent=indent)
+                    said = f'{{"name": "f", "arguments": {said}}}' if name == "call" else said
+                    if allows(matcher, said) == test["valid"]:
+                        continue
+                    counts[f"{kind} {'rejected' if test['valid'] else 'accepted'}{shape}"] += 1
+                    if name == "answer" and test["valid"] and not shape:
+                        free = matcher_of(any_order, schema, Counter())
+                        counts["of these by order"] += free is not None and allows(free, said)
+        yield name, counts, sorted(spent), why
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--sample", type=int, default=0, help="so many schemas, drawn with a fixed seed; 0 = all")
+    options = parser.parse_args()
+    found = files(options.path)
+    if not found:
+        parser.error(f"no schemas in {options.path}: clone guidance-ai/jsonschemabench and name its folder")
+    if options.sample:
+        found = random.Random(0).sample(found, min(options.sample, len(found)))
+    for name, counts, spent, why in measure(found):
+        share = 100 * counts["refused"] / max(1, counts["schemas"])
+        print(f"{name}: {dict(counts)}; refused {share:.1f} %")
+        at = [spent[min(len(spent) - 1, int(len(spent) * part))] * 1e3 for part in (0.5, 0.99, 1.0)]
+        print(f"  compiled in ms: p50 {at[0]:.1f}, p99 {at[1]:.1f}, longest {at[2]:.0f}")
+        print("  " + "; ".join(f"{n} {reason}" for reason, n in why.most_common(12)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
