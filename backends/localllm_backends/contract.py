@@ -84,7 +84,8 @@ class OtherMachineError(LoadError):
 
 
 class StepResult(ABC):
-    """What a step computed. Valid until the next call of `step` on the same backend."""
+    """What a step computed. Valid until the next call of `step` on the same backend. Where `Capabilities.asynchronous`, whoever asks
+    waits for the computing to end, and a BackendFailure may only come then."""
 
     @abstractmethod
     def argmax(self, chunk: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from localllm_backends.placement import Placement
 
@@ -75,6 +75,7 @@ class Capabilities:
     not loaded.
     `sliced_prefill`: prompts can be read beside the steps (`Backend.slice_prefill`).
     `samples`: chunks may ask for a token sampled where the logits are (`SampleSpec`).
+    `asynchronous`: a step's result may come back before it is computed; whoever asks it something waits.
     `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a round trip there (`Backend.export_runs`).
     `threaded`: steps are computed by threads on the processor (`Backend.use_threads`).
     `compares_kv`: it can say what its KV types cost in precision, on its own weights (`Backend.compare_kv`).
@@ -93,6 +94,7 @@ class Capabilities:
     sliced_prefill: bool = False
     states: bool = False
     samples: bool = False
+    asynchronous: bool = False
     kv_on_device: bool = False
     interruptible: bool = False
     vision: bool = False
@@ -242,16 +244,17 @@ class ImagePart:
     start: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill). `sample` asks
-    for a token behind the last one, where `Capabilities.samples`. With an `image` the tokens are only counted, the model
+    for a token behind the last one, where `Capabilities.samples`; `few`: its row is hardly looked at but for that token, or, without
+    a `sample`, for the best one. With an `image` the tokens are only counted, the model
     reads its embeddings, and the chunk is alone in its step."""
 
     sequence: SequenceId
     tokens: Seq[int]
     outputs: int = 1
     sample: SampleSpec | None = None
+    few: bool = False
     image: ImagePart | None = None
 
 

@@ -101,7 +101,9 @@ class Engine:
         kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self.clock()
-        self._stalled, self._housekeeping = False, True
+        self._stalled, self._housekeeping, self._after = False, True, False
+        self._overlaps = self.backend.capabilities.asynchronous
+        self._observed: tuple[list[Grant], float, int, int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
         shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
         self.prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
@@ -214,6 +216,7 @@ class Engine:
         if job is None:
             return []
         self.metrics.cancelled += 1
+        self._outputs.say()
         self.jobs.finish(job, "cancelled")
         return self.jobs.drain()
 
@@ -231,7 +234,9 @@ class Engine:
         self._admit()
         grants = self._schedule()
         result = self._forward(grants)
-        self._process(grants, result, tell)
+        self._afterwards(tell)
+        if self._process(grants, result) and not (self._overlaps and self.has_work):
+            self._afterwards(tell)
         return self.jobs.drain()
 
     @property
@@ -306,29 +311,43 @@ class Engine:
         if not grants:
             return None
         self._step_began_s = self.clock()
+        result = self._run(grants)
         for grant in grants:
-            self.jobs.shares.charge(self.jobs.running[grant.key].tenant, grant.n_tokens)
-        return self._run(grants)
+            if (job := self.jobs.running.get(grant.key)) is not None:
+                self.jobs.shares.charge(job.tenant, grant.n_tokens)
+        return result
 
-    def _process(
-        self, grants: list[Grant], result: StepResult | None, tell: Callable[[list[Event]], None] | None
-    ) -> None:
-        """Tokens, text and events from what came out; then what is done beside running requests."""
-        if result is not None and not self._advance_requests(grants, result, tell):
-            return
+    def _process(self, grants: list[Grant], result: StepResult | None) -> bool:
+        """Everybody's next tokens from what came out; False where there was a step and nothing came."""
+        if result is not None and not self._advance_requests(grants, result):
+            return False
         if grants and result is None:
-            return
+            return False
         awaits = self._admission.awaits_disk or (self._images is not None and self._images.waiting)
         self._stalled = not grants and not self.prefill.busy and (awaits or self.jobs.compiling_alone)
         self.jobs.expire()
+        self._after = True
+        return True
+
+    def _afterwards(self, tell: Callable[[list[Event]], None] | None) -> None:
+        """What need not be done before the next step: text, events, measurements and housekeeping. While it is computed where the backend
+        only takes the order, else at once."""
+        if not self._after:
+            return
+        self._after = False
+        self._outputs.look_ahead()
+        self._outputs.say()
+        if tell is not None and self.jobs.events:
+            tell(self.jobs.drain())
+        if self._observed is not None:
+            self._observe(*self._observed)
+            self._observed = None
         if self.has_work or not self._takes_grace:
             self.pool.tick(busy=self.has_work, live=len(self.jobs.running))
         self.speculator.tick(busy=True)
         self._worked_s = self.clock()
 
-    def _advance_requests(
-        self, grants: list[Grant], result: StepResult, tell: Callable[[list[Event]], None] | None
-    ) -> bool:
+    def _advance_requests(self, grants: list[Grant], result: StepResult) -> bool:
         """Every request in the step by what came out of it; False if that can't be read."""
         generated = self.metrics.generated_tokens
         try:
@@ -337,9 +356,7 @@ class Engine:
             self._lose_running(e)
             return False
         self._last_step_s = self.clock() - self._step_began_s
-        if tell is not None:
-            tell(self.jobs.drain())
-        self._observe(grants, self._last_step_s, first, self.metrics.generated_tokens - generated)
+        self._observed = grants, self._last_step_s, first, self.metrics.generated_tokens - generated
         return True
 
     def _run(self, grants: list[Grant]) -> StepResult | None:
@@ -356,6 +373,7 @@ class Engine:
 
     def _lose_running(self, error: BackendFailure) -> None:
         """Everything in the step is lost, and says so."""
+        self._outputs.say()
         for job in list(self.jobs.running.values()):
             sequence = self.jobs.fail(job, Failure(job.id, "backend_error", str(error)))
             if sequence is not None:
@@ -397,6 +415,8 @@ class Engine:
             if image is not None:
                 return [image]
             ready = [j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)]
+        if len(ready) <= info.n_outputs and all(j.decodes_plainly for j in ready):
+            return [Grant(j.id, 1, prefill=False) for j in ready]
         wants = [
             Want(
                 key=job.id,

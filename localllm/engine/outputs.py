@@ -9,9 +9,10 @@ from localllm.engine.messages import Failure, FinishReason, Text, TokenLogprob
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.row import Row
+from localllm.engine.sampling.sampler import Sampler
 from localllm.engine.scheduler import Grant
 from localllm.engine.vision import ImageSteps
-from localllm_backends.contract import Backend, Chunk, ImagePart, StepResult
+from localllm_backends.contract import Backend, Chunk, ImagePart, SampleSpec, StepResult
 
 
 @dataclass
@@ -23,8 +24,26 @@ class OutputProcessor:
     images: ImageSteps | None = None
 
     def __post_init__(self) -> None:
-        self._eog = frozenset(self.backend.info.eog_tokens)
+        self._eog, self._n_ctx = frozenset(self.backend.info.eog_tokens), self.backend.info.n_ctx
         self._samples = self.backend.capabilities.samples
+        self._defers = self.backend.capabilities.asynchronous
+        # Tokens whose text is not made yet.
+        self._unsaid: list[tuple[RunningRequest, list[int]]] = []
+        # What the step under way was asked to sample.
+        self._asked: list[tuple[Sampler, SampleSpec]] = []
+
+    def say(self) -> None:
+        """Make the text of what was chosen since, where the next step's computing left time for that."""
+        for job, tokens in self._unsaid:
+            text = job.text.push(tokens[0]) if len(tokens) == 1 else "".join(map(job.text.push, tokens))
+            self.jobs.events.append(Text(job.id, text, tuple(tokens)))
+        self._unsaid.clear()
+
+    def look_ahead(self) -> None:
+        """What of the step after the one under way does not depend on that."""
+        for sampler, spec in self._asked:
+            sampler.look_ahead(spec)
+        self._asked.clear()
 
     def chunk(self, grant: Grant) -> Chunk:
         """What a grant puts into the step."""
@@ -38,18 +57,29 @@ class OutputProcessor:
                 assert self.images.chosen is not None
                 part = ImagePart(placed.run, self.images.chosen, job.n_kv - placed.start)
                 return Chunk(job.sequence, tokens, int(last), image=part)
-            sample = job.sampler.sample_spec(job.tokens) if self._samples and last else None
-            return Chunk(job.sequence, tokens, int(last), sample)
-        job.draft = job.draft[: grant.n_tokens - 1]
-        sample = job.sampler.sample_spec(job.tokens) if self._samples and not job.draft else None
-        return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens, sample)
+            return Chunk(job.sequence, tokens, int(last), *self._wanted(job, last=last))
+        tokens = job.tokens[job.n_kv :]
+        if job.draft:
+            job.draft = job.draft[: grant.n_tokens - 1]
+            tokens += job.draft
+        return Chunk(job.sequence, tokens, grant.n_tokens, *self._wanted(job, last=not job.draft))
+
+    def _wanted(self, job: RunningRequest, *, last: bool) -> tuple[SampleSpec | None, bool]:
+        """How the backend may choose the token behind a chunk that is the `last` before it, and whether that is all of its row
+        that is looked at."""
+        if not (self._samples and last):
+            return None, False
+        sample = job.sampler.sample_spec(job.tokens)
+        if sample is not None and self._defers:
+            self._asked.append((job.sampler, sample))
+        chosen = sample is not None or job.sampler.takes_argmax(len(job.tokens))
+        return sample, chosen and job.request.generation.logprobs is None
 
     def advance(self, grants: list[Grant], result: StepResult) -> int:
         """Every granted job by one step; returns how many had their first token."""
         first = 0
         for i, grant in enumerate(grants):
             job = self.jobs.running[grant.key]
-            assert job.sequence is not None
             job.n_kv += grant.n_tokens
             if grant.prefill and job.n_kv < len(job.tokens):
                 self._after_chunk(job)
@@ -79,9 +109,12 @@ class OutputProcessor:
             job.sampler.sampled(sampled)
             best = [sampled]
         chosen = greedy or sampled is not None
-        rows = result.logits(index) if not chosen or job.request.generation.logprobs is not None else None
+        told = job.request.generation.logprobs is not None
+        rows = result.logits(index) if told or not chosen else None
         accepted = 0
         before = len(job.tokens)
+        # What its text may end, or its row explains, is said before the next step.
+        deferred = self._defers and job.sampler.constraint is None and not job.text.watches and not told
         said: list[Text] = []
         finish: FinishReason | None = None
         constraint = job.sampler.constraint
@@ -99,9 +132,11 @@ class OutputProcessor:
                 break
             right = i < len(draft) and token == draft[i]
             accepted += right
-            finish = self._emit(job, token, row, said)
+            finish = self._emit(job, token, row, None if deferred else said)
             if finish is not None or not right:
                 break
+        if deferred and (unsaid := job.tokens[before:] if finish != "stop" else job.tokens[before:-1]):
+            self._unsaid.append((job, unsaid))
         self.jobs.events += said if len(said) < 2 else [_joined(said)]
         # The KV of a drafted token that ended the answer is right too; what lies behind it is not.
         rejected = len(draft) - accepted
@@ -116,33 +151,31 @@ class OutputProcessor:
             why = "the answer came to where its grammar, or what is left of it by logit_bias, allows nothing more"
             self.jobs.finish(job, "stop", Failure(job.id, "constraint_stuck", why))
         elif finish is not None:
+            self.say()
             self.jobs.finish(job, finish)
 
-    def _emit(self, job: RunningRequest, token: int, row: Row | None, said: list[Text]) -> FinishReason | None:
-        """Append one chosen token, and its text to `said`; the reason if it ends the request."""
-        now = self.jobs.clock()
+    def _emit(self, job: RunningRequest, token: int, row: Row | None, said: list[Text] | None) -> FinishReason | None:
+        """Append one chosen token, and its text to `said` (None: later); the reason if it ends the request."""
         if job.first_token_s is None:
-            job.first_token_s = now
+            job.first_token_s = now = self.jobs.clock()
             job.prefill_s = now - (job.admitted_s or now)
         self.jobs.metrics.generated_tokens += 1
         if job.ends_with(token, self._eog):
             job.tokens.append(token)
             return "stop"
-        text = job.text.push(token)
-        logprobs = (
-            self._logprobs(job, token, row) if job.request.generation.logprobs is not None and row is not None else ()
-        )
         job.tokens.append(token)
-        said.append(Text(job.id, text, (token,), logprobs))
-        if job.text.stopped_by is not None:
-            return "stop"
+        if said is not None:
+            told = job.request.generation.logprobs is not None
+            logprobs = self._logprobs(job, token, row) if told and row is not None else ()
+            said.append(Text(job.id, job.text.push(token), (token,), logprobs))
+            if job.text.stopped_by is not None:
+                return "stop"
         if job.sampler.constraint is not None and job.sampler.constraint.finished:
             return "stop"
         if job.loop_guard is not None and job.loop_guard.loops(token):
             return "repetition"
-        if job.n_generated >= job.max_tokens or len(job.tokens) >= self.backend.info.n_ctx:
-            return "length"
-        return None
+        n = len(job.tokens)
+        return "length" if n - job.n_prompt >= job.max_tokens or n >= self._n_ctx else None
 
     def _logprobs(self, job: RunningRequest, token: int, row: Row) -> tuple[TokenLogprob, ...]:
         def text(t: int) -> str:

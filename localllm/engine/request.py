@@ -108,9 +108,8 @@ class RunningRequest:
     def ends_with(self, token: int, eog: frozenset[int]) -> bool:
         """True if `token` ends the answer: the model's own end (`eog`), or one that its client named."""
         generation = self.request.generation
-        if self.n_generated < generation.min_tokens:
-            return False
-        return (token in eog and not generation.ignore_eos) or token in generation.stop_token_ids
+        ends = (token in eog and not generation.ignore_eos) or token in generation.stop_token_ids
+        return ends and self.n_generated >= generation.min_tokens
 
     @property
     def pending(self) -> int:
@@ -127,6 +126,12 @@ class RunningRequest:
     def prefilling(self) -> bool:
         """True until every known token but the newest has KV."""
         return self.pending > 1 or self.n_generated == 0
+
+    @property
+    def decodes_plainly(self) -> bool:
+        """True where its next step is its newest token and nothing else."""
+        n = len(self.tokens)
+        return n - self.n_kv == 1 and n > self.n_prompt and not self.draft
 
     @property
     def running(self) -> bool:
@@ -230,6 +235,11 @@ class TextStream:
         self._begins = re.compile("|".join({re.escape(s[0]) for s in self._stops}))
         self._held = ""
         self.stopped_by: str | None = None
+
+    @property
+    def watches(self) -> bool:
+        """True where what it says may end the answer."""
+        return bool(self._stops)
 
     def push(self, token: int) -> str:
         """Text that `token` makes safe to show; sets `stopped_by` when a stop string is complete."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 STALL_RATIO = 7.0
 # A slice of time ends where it should, a chunk where it was guessed to: with the step behind it it may take longer than
@@ -55,8 +56,7 @@ class Want:
     had: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """Tokens of request `key` that go into the step."""
 
     key: str

@@ -29,7 +29,9 @@ def test_a_step_waits_for_its_device(tiny_model: Path, monkeypatch: pytest.Monke
     backend = backend_type.load(LoadSpec(str(tiny_model), n_ctx=256))
     sequence = backend.new_sequence()
     calls.clear()
-    backend.step([Chunk(sequence, list(range(3, 43)), outputs)])
+    result = backend.step([Chunk(sequence, list(range(3, 43)), outputs)])
+    assert calls == ["llama_decode", *["llama_synchronize"] * (not outputs)], "with logits only their reader waits"
+    result.logits(0)
     backend.close()
     assert calls == ["llama_decode", "llama_get_logits" if outputs else "llama_synchronize"]
 

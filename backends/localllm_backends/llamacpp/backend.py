@@ -82,6 +82,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         self.info = self._model_info(path, n_batch)
         self._warm_up()
         self._mapped = huge_weights.of(path, spec)
+        on_device = spec.n_gpu_layers != 0 and has_gpu()
         rewind = "any" if plain else "bounded" if self._n_swa or self._n_rewind else "none"
         self.capabilities = Capabilities(
             rewind=rewind,  # type: ignore[arg-type]
@@ -95,9 +96,11 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             compares_kv=True,
             interruptible=not recurrent,  # half a step is taken back from attention, never from a state
             drafts=heads.longest if heads is not None else 0,
-            kv_on_device=spec.n_gpu_layers != 0 and has_gpu(),
+            kv_on_device=on_device,
+            # Draft heads and rollback read what a step computed before it returns.
+            asynchronous=on_device and heads is None and not self._n_rewind,
             # Not run on a GPU: there a step's micro-batch is short anyway.
-            sliced_prefill=plain and heads is None and (spec.n_gpu_layers == 0 or not has_gpu()),
+            sliced_prefill=plain and heads is None and not on_device,
         )
 
     # --- sequences -----------------------------------------------------------------------------------------------
@@ -218,7 +221,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
                 rows.append(self._decode([chunk], [(0, stop - start)], stop - start).rows.copy())
             except NoCellsError as e:
                 raise StepError(str(e)) from e
-        return LlamaCppStepResult(np.concatenate(rows), offsets)
+        return LlamaCppStepResult(partial(np.concatenate, rows), offsets)
 
     def _decode(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> LlamaCppStepResult:
         batch = self._batch
@@ -253,8 +256,8 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         if not n:
             # A device may only have taken the order: whoever times this step wants to know when it is done.
             self._llama.llama_synchronize(self._context)
-            return LlamaCppStepResult(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
-        return LlamaCppStepResult(self._logits.rows(n), offsets)
+            return LlamaCppStepResult(lambda: np.empty((0, self._n_vocab), dtype=np.float32), offsets)
+        return LlamaCppStepResult(partial(self._logits.rows, n), offsets)
 
     def _end(self, sequence: SequenceId) -> int:
         """The position of the next token of a sequence that ends in no unfinished image."""

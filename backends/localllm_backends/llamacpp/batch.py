@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -100,11 +102,15 @@ class LogitsView:
 
 
 class LlamaCppStepResult(StepResult):
-    """Logits of the last step: a view of llama.cpp's own output rows."""
+    """Logits of the last step: a view of llama.cpp's own output rows. Asking for them waits for a device to compute them."""
 
-    def __init__(self, rows: NDArray[np.float32], offsets: list[tuple[int, int]]) -> None:
-        self.rows = rows
-        self._offsets = offsets
+    def __init__(self, rows: Callable[[], NDArray[np.float32]], offsets: list[tuple[int, int]]) -> None:
+        self._read, self._offsets = rows, offsets
+
+    @cached_property
+    def rows(self) -> NDArray[np.float32]:
+        """All of them, of all chunks."""
+        return self._read()
 
     def argmax(self, chunk: int) -> list[int]:
         start, stop = self._offsets[chunk]

@@ -10,7 +10,7 @@ import math
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class Sampler:
         # What was taken from the stream and told to a backend, but not used yet.
         self._uniforms: list[float] = []
         self._penalties = Penalties(sampling, self._rules.text)
+        self._ready: SampleSpec | None = None
 
     def takes_argmax(self, length: int, ahead: int = 0) -> bool:
         """True when the best logits as they are will be the choices behind `length` tokens, and behind up to `ahead`
@@ -69,6 +70,8 @@ class Sampler:
         one by a grammar or a repetition; None where that takes a look here, or where the best logit is the choice anyway."""
         s, rules, n = self.sampling, self._rules, len(history)
         hot = s.temperature > 0
+        if self._ready is not None and self._uniforms and self._ready.uniform == self._uniforms[0]:
+            return self._ready
         looks = (hot and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K)) or self.takes_argmax(n)
         if looks or (rules.thought is not None and rules.thought.may_force(n)):
             return None
@@ -81,6 +84,14 @@ class Sampler:
             s.temperature, s.top_k, s.top_p, s.min_p, uniform, following if reduced is None and allowed is None else None,
             rules.banned(n), self._penalties.seen(history), self._penalties.bias, reduced, allowed,
         )  # fmt: skip
+
+    def look_ahead(self, spec: SampleSpec) -> None:
+        """Make the spec of the token behind the one that `spec`, the last one, will sample, where it does not depend on that."""
+        rules, known = self._rules, self._uniforms[:1] == [spec.uniform] and spec.next_uniform is not None
+        if known and spec.seen is None and not rules.min_length and rules.thought is None:
+            while len(self._uniforms) < 3:
+                self._uniforms.append(float(self._random.random()))
+            self._ready = replace(spec, uniform=self._uniforms[1], next_uniform=self._uniforms[2])
 
     def sampled(self, token: int) -> None:
         """A backend chose `token` as the last `sample_spec` says."""

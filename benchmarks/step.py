@@ -1,0 +1,112 @@
+"""The engine's step on an emulated device: tokens/s ÷ ideal (streams ÷ T) for 1, 8 and 32 streams, in process and over HTTP.
+
+python -m benchmarks step [--rounds 5] [--steps 200] [--vocabulary 152064] [--host] [--profile]
+
+A step is submitted and done T later (tests/support/emulated_device.py); rows are SmolLM2's, widened. In process time is this
+thread's processor time plus what it waited for the device, so that other programs cost only their share of the caches.
+`--host`: the device sorts nothing out, whole rows cross. The bars are printed beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.models import smollm2
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Generation, Request, Sampling
+from localllm_backends.contract import Chunk, LoadSpec
+from localllm_backends.llamacpp import backend_type
+from tests.support.emulated_device import EmulatedDevice, HostClock, Rows, Speeds, widened
+
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "defaults": Sampling(),
+    "none": Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
+}
+BARS = {2.5: {1: 0.95, 8: 0.93, 32: 0.90}, 7.0: {1: 0.98, 8: 0.97, 32: 0.95}}
+TEXT = "The lighthouse keeper wrote down the weather every evening, and one day he noticed that"
+
+
+def recorded(n_vocab: int, n: int = 24) -> tuple[Rows, Callable[[int], bytes]]:
+    """Rows behind `n` tokens that SmolLM2 writes, widened; and how it spells tokens."""
+    backend = backend_type.load(LoadSpec(str(smollm2()), n_ctx=256))
+    sequence = backend.new_sequence()
+    tokens, rows = backend.tokenize(TEXT), []
+    for _ in range(n):
+        result = backend.step([Chunk(sequence, tokens)])
+        rows.append(result.logits(0)[-1].copy())
+        tokens = [int(rows[-1].argmax())]
+    spelt = {token: backend.token_bytes(token) for token in range(backend.info.n_vocab)}
+    backend.close()
+    return widened(np.array(rows), n_vocab), lambda token: spelt.get(token, b" word")
+
+
+def streams(engine: Engine, n: int, sampling: Sampling, n_tokens: int, stop: tuple[str, ...] = ()) -> None:
+    """`n` requests whose prompts are read."""
+    for i in range(n):
+        prompt = [10 + i, *range(100, 140)]
+        generation = Generation(replace(sampling, seed=i), n_tokens, stop=stop, cache_prompt=False)
+        engine.submit(Request(f"r{i}", prompt, generation), prompt)
+    while engine.jobs.waiting or any(job.prefilling for job in engine.jobs.running.values()):
+        engine.step()
+
+
+def share_of_ideal(device: EmulatedDevice, clock: HostClock, n: int, sampling: Sampling, steps: int) -> float:
+    """What the device computes of the time that steps take."""
+    engine = Engine(device, EngineSettings(headroom_bytes=0, cache_bytes=2**20), clock=clock.now)
+    streams(engine, n, sampling, steps + 40)
+    for _ in range(20):
+        engine.step(lambda _: None)
+    before, computed_s = clock.now(), device.computed_s
+    for _ in range(steps):
+        engine.step(lambda _: None)
+    took, computed_s = clock.now() - before, device.computed_s - computed_s
+    for name in [*engine.jobs.running]:
+        engine.cancel(name)
+    return computed_s / took
+
+
+def main() -> None:
+    """Measure and report: the median of all rounds, settings by turns."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--vocabulary", type=int, default=152_064)
+    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--profile", help="one case, such as 2.5/32/defaults, under cProfile")
+    arguments = parser.parse_args()
+    rows, spell = recorded(arguments.vocabulary)
+
+    def measure(step_ms: float, n: int, name: str) -> float:
+        clock = HostClock()
+        speeds = Speeds(step_s=step_ms / 1e3)
+        device = EmulatedDevice(rows, speeds, top=0 if arguments.host else 128, clock=clock, spell=spell)
+        return share_of_ideal(device, clock, n, SAMPLINGS[name], arguments.steps)
+
+    if arguments.profile:
+        step_ms, n, name = arguments.profile.split("/")
+        profile = cProfile.Profile()
+        profile.runcall(measure, float(step_ms), int(n), name)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+        return
+    cases = [(t, n, s) for t in BARS for n in BARS[t] for s in SAMPLINGS if n < 32 or s != "none"]
+    found: dict[tuple[float, int, str], list[float]] = {case: [] for case in cases}
+    for _ in range(arguments.rounds):
+        for case in cases:
+            found[case].append(measure(*case))
+    print("T ms, streams, sampling        ÷ ideal   bar   ms a step beside T")
+    for (step_ms, n, name), shares in found.items():
+        share, bar = statistics.median(shares), BARS[step_ms][n]
+        lost = step_ms * (1 / share - 1)
+        print(f"{step_ms:4} {n:3} {name:20} {share:9.3f} {bar:6.2f} {lost:8.3f} {'' if share >= bar else 'missed'}")
+
+
+if __name__ == "__main__":
+    main()

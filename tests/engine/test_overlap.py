@@ -1,0 +1,186 @@
+"""Where a device computes by itself, what step n has to say is said while step n + 1 runs; tokens are the same as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drive import GREEDY, Outcome, run
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Event, Finish, Generation, Request, Sampling, Text
+from localllm_backends.contract import BackendFailure, Chunk
+from support.emulated_device import EmulatedDevice, EmulatedResult, HostClock, Rows, Speeds
+
+N_VOCAB = 600
+WORDS = ("and ", "é", "stop", " it", "\n", "漢", "x", "op")
+
+
+def rows(seed: int, n: int = 24) -> Rows:
+    rng = np.random.default_rng(seed)
+    made = rng.normal(0.0, 1.0, (n, N_VOCAB)).astype(np.float32)
+    made[np.arange(n)[:, None], rng.integers(0, N_VOCAB, (n, 12))] += np.linspace(9, 3, 12, dtype=np.float32)
+    return made
+
+
+def spell(token: int) -> bytes:
+    # Characters come in halves too.
+    return "".join(WORDS).encode()[token % 20 : token % 20 + 1 + token % 3]
+
+
+def device(seed: int = 0, *, asynchronous: bool = True, top: int = 128) -> EmulatedDevice:
+    return EmulatedDevice(rows(seed), Speeds(), n_ctx=4000, top=top, asynchronous=asynchronous, spell=spell)
+
+
+def engine_on(backend: EmulatedDevice) -> Engine:
+    return Engine(backend, EngineSettings(headroom_bytes=0), clock=backend.clock.now)
+
+
+def asked(i: int, generation: Generation) -> Request:
+    return Request(f"r{i}", [10 + i, *range(40, 60)], generation)
+
+
+generations = st.builds(
+    Generation,
+    st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 0.7, 1.0]),
+        top_k=st.sampled_from([0, 1, 20, 40, 300]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        min_p=st.sampled_from([0.0, 0.1]),
+        repeat_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+        presence_penalty=st.sampled_from([0.0, 0.0, -0.5, 0.5]),
+        logit_bias=st.sampled_from([{}, {}, {50: -100.0}, {51: 9.0}]),
+        dry_multiplier=st.sampled_from([0.0, 0.0, 0.8]),
+        seed=st.integers(0, 5),
+    ),
+    max_tokens=st.integers(1, 30),
+    stop=st.sampled_from([(), (), ("stop",), ("op", "\n")]),
+    stop_token_ids=st.sampled_from([(), tuple(range(0, 600, 7))]),
+    logprobs=st.sampled_from([None, None, 2]),
+    min_tokens=st.sampled_from([0, 0, 9]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(wanted=st.lists(generations, min_size=1, max_size=5), seed=st.integers(0, 9))
+def test_answers_are_those_of_a_backend_that_computes_at_once_and_gives_whole_rows(
+    wanted: list[Generation], seed: int
+) -> None:
+    """Tokens, text, ends and log-probabilities, whoever chooses and whenever it is said."""
+
+    def answers(backend: EmulatedDevice) -> Outcome:
+        return run(engine_on(backend), *(asked(i, g) for i, g in enumerate(wanted)))
+
+    plain = answers(device(seed, asynchronous=False, top=0))
+    for backend in (device(seed), device(seed, top=0), device(seed, asynchronous=False)):
+        other = answers(backend)
+        assert (other.tokens, other.text, other.logprobs) == (plain.tokens, plain.text, plain.logprobs)
+        for name in plain.ends:
+            assert other.finish(name).reason == plain.finish(name).reason
+            assert other.finish(name).usage == plain.finish(name).usage
+
+
+class Watched(EmulatedDevice):
+    """Notes when steps are ordered, when somebody waits for one, and what was told between."""
+
+    def __init__(self) -> None:
+        super().__init__(rows(3), spell=spell)
+        self.log: list[str] = []
+
+    def step(self, chunks: Seq[Chunk]) -> EmulatedResult:
+        self.log.append("ordered")
+        return super().step(chunks)
+
+    def told(self, events: list[Event]) -> None:
+        self.log += ["text"] * any(isinstance(e, Text) for e in events)
+
+
+def test_a_step_is_ordered_before_the_last_ones_text_is_made() -> None:
+    backend = Watched()
+    engine = engine_on(backend)
+    for i in range(3):
+        request = asked(i, Generation(GREEDY, max_tokens=20))
+        engine.submit(request, list(request.prompt))
+    while engine.has_work:
+        backend.told(engine.step(backend.told))
+    told = [i for i, what in enumerate(backend.log) if what == "text"]
+    assert len(told) >= 19
+    late = [i for i in told[:-2] if backend.log[i - 1] != "ordered"]
+    assert late == [], "it stood between two steps"
+
+
+def test_the_device_hardly_waits_for_what_is_said() -> None:
+    """Text that takes the host half of the device's time costs the device none of it."""
+    clock = HostClock()
+
+    def slow(token: int) -> bytes:
+        clock.waited_s += 0.01
+        return b"word "
+
+    backend = EmulatedDevice(rows(1), Speeds(step_s=0.1), clock=clock, spell=slow)
+    run(engine_on(backend), asked(0, Generation(GREEDY, max_tokens=40)))
+    assert clock.now() < 1.02 * backend.computed_s + 0.2
+
+
+def test_who_is_cancelled_has_had_what_was_chosen() -> None:
+    backend = device()
+    engine = engine_on(backend)
+    for i in range(2):
+        request = asked(i, Generation(GREEDY, max_tokens=50))
+        engine.submit(request, list(request.prompt))
+    events: list[Event] = []
+    for _ in range(9):
+        events += engine.step()
+    events += engine.cancel("r0")
+    mine = [e for e in events if e.id == "r0"]
+    assert isinstance(mine[-1], Finish)
+    assert sum(len(e.tokens) for e in mine if isinstance(e, Text)) == mine[-1].usage.completion_tokens
+    engine.check_integrity()
+    assert run(engine, asked(7, Generation(GREEDY, max_tokens=3))).finish("r7").reason == "length"
+
+
+class Breaks(EmulatedDevice):
+    """A device that fails while it computes: whoever reads learns of it."""
+
+    fails = False
+
+    def step(self, chunks: Seq[Chunk]) -> EmulatedResult:
+        result = super().step(chunks)
+        if self.fails:
+            return Broken(self, list(chunks), [0] * len(chunks), self.done_s)
+        return result
+
+
+class Broken(EmulatedResult):
+    def argmax(self, chunk: int) -> list[int]:
+        raise BackendFailure("the device fell off the bus")
+
+
+def test_a_step_that_fails_late_ends_its_requests_with_what_they_had() -> None:
+    backend = Breaks(rows(2), spell=spell)
+    engine = engine_on(backend)
+    request = asked(0, Generation(GREEDY, max_tokens=50))
+    engine.submit(request, list(request.prompt))
+    outcome = Outcome()
+    for _ in range(5):
+        outcome.take(engine.step())
+    backend.fails = True
+    while engine.has_work:
+        outcome.take(engine.step())
+    assert "fell off" in outcome.failure("r0").message
+    assert len(outcome.tokens["r0"]) == 5
+    backend.fails = False
+    assert run(engine, asked(1, Generation(GREEDY, max_tokens=3))).finish("r1").reason == "length"
+
+
+@pytest.mark.parametrize("k", [1, 5, 40, 128])
+def test_rows_of_equal_logits_are_left_to_whoever_sees_them_whole(k: int) -> None:
+    backend = EmulatedDevice(np.zeros((4, N_VOCAB), dtype=np.float32), spell=spell)
+    whole = EmulatedDevice(np.zeros((4, N_VOCAB), dtype=np.float32), top=0, spell=spell)
+    generation = Generation(replace(Sampling(), top_k=k, seed=4), max_tokens=8)
+    assert run(engine_on(backend), asked(0, generation)).tokens == run(engine_on(whole), asked(0, generation)).tokens

@@ -1,0 +1,247 @@
+"""A device that computes elsewhere: a step is submitted at once and done T later, in time that passes without a processor.
+
+For tests and benchmarks, never for the product. Its rows are a real model's, widened to larger vocabularies; its KV lies on the
+device, so that copying it out costs a call and bytes, and every resident token makes a step longer. Time is virtual (`HostClock`:
+this thread's processor time plus what it waited for the device), so that other programs don't disturb it; or real, for servers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm_backends.candidates import TopRows, choose_few
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    Capabilities,
+    Chunk,
+    MemoryReport,
+    ModelInfo,
+    NoCellsError,
+    StepResult,
+)
+
+Rows = NDArray[np.float32]
+
+
+class HostClock:
+    """Seconds of this thread's own processor time, and of what it waited for the device."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._began_s = time.thread_time()
+
+    def now(self) -> float:
+        return time.thread_time() - self._began_s + self.waited_s
+
+    def until(self, moment_s: float) -> None:
+        """Wait for the device."""
+        self.waited_s += max(0.0, moment_s - self.now())
+
+
+class WallClock:
+    """Real seconds, for a server with clients."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def until(self, moment_s: float) -> None:
+        """Wait for the device: asleep, and the last moment awake, as drivers do."""
+        if (left := moment_s - self.now()) > 3e-4:
+            time.sleep(left - 2e-4)
+        while self.now() < moment_s:
+            pass
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the device takes: `step_s` for a step, more by `kv_token_bytes` of every resident token at `bytes_s`, and for
+    `prefill_tok_s` tokens of prompts a second. Copying KV out costs `copy_s` a run and its bytes at `copy_bytes_s`; rows of logits
+    cross at that speed too."""
+
+    step_s: float = 2.5e-3
+    kv_token_bytes: int = 0
+    bytes_s: float = 1e12
+    prefill_tok_s: float = 8e3
+    copy_s: float = 2e-5
+    copy_bytes_s: float = 2e10
+
+
+def widened(rows: Rows, n_vocab: int, seed: int = 0) -> Rows:
+    """A real model's rows for a larger vocabulary: what is added is drawn from each row's own lower three quarters, so that what
+    stands out stays what stood out."""
+    rng = np.random.default_rng(seed)
+    out = np.empty((len(rows), n_vocab), dtype=np.float32)
+    for row, wide in zip(rows, out, strict=True):
+        low = np.sort(row)[: 3 * len(row) // 4]
+        wide[: len(row)] = row[:n_vocab]
+        wide[len(row) :] = rng.choice(low, max(0, n_vocab - len(row)))
+    return out
+
+
+class EmulatedDevice(Backend):
+    """See the module docstring. `top`: how many of each row the device sorts out by itself (0: whole rows cross)."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        speeds: Speeds | None = None,
+        *,
+        n_ctx: int = 65_536,
+        n_seq_max: int = 32,
+        n_batch: int = 2048,
+        top: int = 128,
+        asynchronous: bool = True,
+        clock: HostClock | WallClock | None = None,
+        spell: Callable[[int], bytes] = lambda _: b"and ",
+    ) -> None:
+        self.speeds = speeds if speeds is not None else Speeds()
+        self.clock = clock if clock is not None else HostClock()
+        self.rows, self._top, self._spell = rows, top, spell
+        order = np.argpartition(rows, -max(top, 1), axis=1)[:, -max(top, 1) :].astype(np.int32)
+        self._tops = TopRows(order, np.take_along_axis(rows, order, axis=1))
+        self._lengths: dict[int, int] = {}
+        self._next = 0
+        self.done_s = self.computed_s = 0.0
+        self.steps = self.copied_bytes = 0
+        self.chunks: list[list[int]] = []
+        self.capabilities = Capabilities(
+            rewind="any", rewind_tokens=0, shares_cells=True, segments=True, exact_batching=True, kv_types=("f16",),
+            kv_on_device=True, asynchronous=asynchronous, samples=top > 0,
+        )  # fmt: skip
+        self.info = ModelInfo(
+            architecture="emulated", description="emulated", fingerprint="emulated-1", n_vocab=rows.shape[1], n_ctx=n_ctx,
+            n_ctx_train=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, n_outputs=64, n_params=0, weights_bytes=0,
+            eog_tokens=(rows.shape[1] - 1,), bos_token=1, eos_token=2, adds_bos=False, bos_text="", eos_text="", chat_template=None,
+            kv_type_k="f16", kv_type_v="f16",
+        )  # fmt: skip
+
+    # --- text ----------------------------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        return [3 + b for b in text.encode()]
+
+    def detokenize(self, tokens: Seq[int]) -> str:
+        return b"".join(map(self._spell, tokens)).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        return self._spell(token)
+
+    def is_control(self, token: int) -> bool:
+        return token in (1, 2)
+
+    # --- sequences -----------------------------------------------------------------------------------------------
+
+    def new_sequence(self) -> int:
+        if len(self._lengths) >= self.info.n_seq_max:
+            raise NoCellsError("all sequences are in use")
+        self._next += 1
+        self._lengths[self._next] = 0
+        return self._next
+
+    def fork(self, source: int, n_tokens: int) -> int:
+        target = self.new_sequence()
+        self._lengths[target] = n_tokens
+        return target
+
+    def truncate(self, sequence: int, n_tokens: int) -> None:
+        self._lengths[sequence] = min(n_tokens, self._lengths[sequence])
+
+    def can_rewind(self, sequence: int, n_tokens: int) -> bool:
+        return True
+
+    def drop(self, sequence: int) -> None:
+        del self._lengths[sequence]
+
+    def length(self, sequence: int) -> int:
+        return self._lengths[sequence]
+
+    def cells_free(self) -> int:
+        return self.info.n_ctx - sum(self._lengths.values())
+
+    # --- compute -------------------------------------------------------------------------------------------------
+
+    def step(self, chunks: Seq[Chunk]) -> EmulatedResult:
+        if sum(len(c.tokens) for c in chunks) > self.cells_free():
+            raise NoCellsError("no cells")
+        resident = sum(self._lengths.values())
+        read = sum(len(c.tokens) for c in chunks if len(c.tokens) > 1)
+        speeds = self.speeds
+        seconds = speeds.step_s + resident * speeds.kv_token_bytes / speeds.bytes_s + read / speeds.prefill_tok_s
+        self.done_s = max(self.clock.now(), self.done_s) + seconds
+        if not self.capabilities.asynchronous:
+            self.clock.until(self.done_s)
+        self.computed_s += seconds
+        self.steps += 1
+        self.chunks.append([len(c.tokens) for c in chunks])
+        for chunk in chunks:
+            self._lengths[chunk.sequence] += len(chunk.tokens)
+        # Each sequence reads on in the recorded rows from a place of its own.
+        n = len(self.rows)
+        numbers = [(7 * c.sequence + self._lengths[c.sequence]) % n if c.outputs else -1 for c in chunks]
+        return EmulatedResult(self, list(chunks), numbers, self.done_s)
+
+    def top_of(self, numbers: list[int]) -> TopRows:
+        return TopRows(self._tops.ids[numbers], self._tops.logits[numbers])
+
+    def copied(self, n_bytes: int, runs: int = 1) -> None:
+        """Something crossed from the device, once all it was told to compute is done."""
+        self.clock.until(self.done_s)
+        self.clock.until(self.clock.now() + runs * self.speeds.copy_s + n_bytes / self.speeds.copy_bytes_s)
+        self.copied_bytes += n_bytes
+
+    # --- KV ------------------------------------------------------------------------------------------------------
+
+    def export_range(self, sequence: int, start: int, stop: int) -> bytes:
+        if not 0 <= start < stop <= self._lengths[sequence]:
+            raise BackendFailure("can't export that range")
+        self.copied((stop - start) * self.speeds.kv_token_bytes, self.export_runs(sequence, start, stop))
+        return f"{start} {stop}".encode().ljust(stop - start)
+
+    def import_range(self, sequence: int, data: bytes | memoryview, start: int, stop: int) -> None:
+        self.copied((stop - start) * self.speeds.kv_token_bytes)
+        self._lengths[sequence] = stop
+
+    def memory(self) -> MemoryReport:
+        return MemoryReport(0, self.info.n_ctx * self.speeds.kv_token_bytes, 0, 0, 0)
+
+    def check_integrity(self) -> None:
+        assert self.cells_free() >= 0
+
+    def close(self) -> None:
+        self._lengths.clear()
+
+
+class EmulatedResult(StepResult):
+    """What a step will have computed at `done_s`: whoever asks before waits."""
+
+    def __init__(self, device: EmulatedDevice, chunks: list[Chunk], numbers: list[int], done_s: float) -> None:
+        self._device, self._chunks, self._numbers, self._done_s = device, chunks, numbers, done_s
+        self._few: list[int | None] | None = None
+
+    def argmax(self, chunk: int) -> list[int]:
+        token = self._of_few(chunk) if self._chunks[chunk].sample is None else None
+        return [int(row.argmax()) for row in self.logits(chunk)] if token is None else [token]
+
+    def sampled(self, chunk: int) -> int | None:
+        return self._of_few(chunk) if self._chunks[chunk].sample is not None else None
+
+    def logits(self, chunk: int) -> Rows:
+        n = min(self._chunks[chunk].outputs, len(self._chunks[chunk].tokens))
+        row = self._device.rows[self._numbers[chunk]]
+        self._device.clock.until(self._done_s)
+        self._device.copied(n * row.nbytes, 0)
+        return np.broadcast_to(row, (n, len(row)))
+
+    def _of_few(self, chunk: int) -> int | None:
+        if self._few is None:
+            self._device.clock.until(self._done_s)
+            where = [i for i, c in enumerate(self._chunks) if c.few]
+            self._few = choose_few(self._device.top_of([self._numbers[i] for i in where]), self._chunks, where)
+        return self._few[chunk]
