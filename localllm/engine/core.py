@@ -8,14 +8,13 @@ what came out. Between steps one piece of a finished conversation's KV goes to t
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from localllm.engine.admission import Admission, MemoryPolicy
-from localllm.engine.cache.disk import NO_DISK, DiskTier
+from localllm.engine.cache.disk import NO_DISK, tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tunables import DISK_FREE_BYTES
@@ -90,7 +89,11 @@ class Engine:
     available: Available | None = None
 
     def __post_init__(self) -> None:
-        kv = KvStore(self.backend, self.settings.cache_bytes, self._make_disk())
+        wanted = self.settings
+        limits = wanted.disk_bytes, wanted.disk_free_bytes, wanted.disk_daily_bytes
+        kv = KvStore(
+            self.backend, wanted.cache_bytes, tier_of(self.backend, wanted.disk_dir, limits, wanted.model_name)
+        )
         self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
@@ -125,26 +128,6 @@ class Engine:
         kept = self.settings.disk_dir
         folder = Path(kept) / "images" if kept is not None and self.settings.disk_bytes > 0 else None
         return ImageSteps(Encoder(self.backend, folder), self.backend.capabilities.whole_images)
-
-    def _make_disk(self) -> DiskTier | None:
-        wanted = self.settings
-        if wanted.disk_dir is None or wanted.disk_bytes <= 0:
-            return None
-        info, able = self.backend.info, self.backend.capabilities
-        shape = "states" if able.states else "parts" if able.segments else "whole"
-        kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
-        # What wrote KV is part of what it means: another build may compute, rotate or lay it out in another way.
-        identity = f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}"
-        disk = DiskTier(
-            Path(wanted.disk_dir) / identity,
-            identity,
-            wanted.disk_bytes,
-            wanted.disk_free_bytes,
-            wanted.disk_daily_bytes,
-            wanted.model_name,
-        )
-        disk.remove_stale(kind)
-        return disk
 
     def _make_guard(self) -> MemoryGuard:
         system, headroom = SystemMemory(), self.settings.headroom_bytes

@@ -2,7 +2,7 @@
 
 For tests and benchmarks, never for the product. Its rows are a real model's, widened to larger vocabularies; its KV lies on the
 device, so that copying it out costs a call and bytes, and every resident token makes a step longer. Time is virtual (`HostClock`:
-this thread's processor time plus what it waited for the device), so that other programs don't disturb it; or real, for servers.
+this thread's processor time plus what it waited for the device), so that other programs don't disturb it.
 """
 
 from __future__ import annotations
@@ -45,20 +45,6 @@ class HostClock:
         self.waited_s += max(0.0, moment_s - self.now())
 
 
-class WallClock:
-    """Real seconds, for a server with clients."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def until(self, moment_s: float) -> None:
-        """Wait for the device: asleep, and the last moment awake, as drivers do."""
-        if (left := moment_s - self.now()) > 3e-4:
-            time.sleep(left - 2e-4)
-        while self.now() < moment_s:
-            pass
-
-
 @dataclass(frozen=True)
 class Speeds:
     """What the device takes: `step_s` for a step, more by `kv_token_bytes` of every resident token at `bytes_s`, and for
@@ -98,7 +84,7 @@ class EmulatedDevice(Backend):
         n_batch: int = 2048,
         top: int = 128,
         asynchronous: bool = True,
-        clock: HostClock | WallClock | None = None,
+        clock: HostClock | None = None,
         spell: Callable[[int], bytes] = lambda _: b"and ",
     ) -> None:
         self.speeds = speeds if speeds is not None else Speeds()

@@ -17,6 +17,7 @@ used since it was made: computing it again costs little, and most such prompts n
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import queue
@@ -35,6 +36,7 @@ from localllm.engine.cache.folder import WriteBudget, put_label
 from localllm.engine.cache.kv_file import KvEntry, Readable, ReadAhead, read_data, read_entry
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens
+from localllm_backends.contract import Backend
 
 # What became of a block that was to be written, or of its file.
 Outcome = Literal["written", "failed", "removed", "held back"]
@@ -421,3 +423,17 @@ class DiskTier:
                 self._tell(gone, "removed")
         if not enough:
             raise OSError("all that is there was used since")
+
+
+def tier_of(backend: Backend, folder: str | None, limits: tuple[int, int, int], model_name: str) -> DiskTier | None:
+    """The tier of this backend's KV under `folder`, within these bytes: at most, left to others, a day. None: not wanted."""
+    if folder is None or limits[0] <= 0:
+        return None
+    info, able = backend.info, backend.capabilities
+    shape = "states" if able.states else "parts" if able.segments else "whole"
+    kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
+    # What wrote KV is part of what it means: another build may compute, rotate or lay it out in another way.
+    identity = f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}"
+    disk = DiskTier(Path(folder) / identity, identity, *limits, model_name)
+    disk.remove_stale(kind)
+    return disk
