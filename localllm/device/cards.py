@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from localllm.device import usable
 from localllm.device.types import Device, Figure, Memory
 
 
@@ -40,18 +41,27 @@ def only(device: Device, numbers: Sequence[int]) -> Device:
     return replace(together(chosen), simulated=device.simulated, **around)  # type: ignore[arg-type]
 
 
+def given_back(device: Device, n_bytes: int) -> Device:
+    """`device` when `n_bytes` of its cards that are taken now were free: of each card's as its part of what is taken."""
+    taken = device.memory.others_bytes
+    if device.kind != "discrete" or n_bytes <= 0 or taken <= 0:
+        return device
+    each = tuple(
+        replace(card, memory=usable.given_back(card.memory, n_bytes * card.memory.others_bytes // taken))
+        for card in device.cards
+    )
+    whole = _sum([card.memory for card in each]) if each else usable.given_back(device.memory, n_bytes)
+    return replace(device, memory=whole, cards=each)
+
+
 def _joined(cards: Sequence[Device]) -> str:
     counted = Counter(card.name for card in cards)
     return " + ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())
 
 
 def _sum(memories: Sequence[Memory]) -> Memory:
-    return replace(
-        memories[0],
-        total_bytes=sum(m.total_bytes for m in memories),
-        limit_bytes=sum(m.limit_bytes for m in memories),
-        available_bytes=sum(m.available_bytes for m in memories),
-    )
+    names = ("total_bytes", "limit_bytes", "available_bytes", "system_bytes", "others_bytes", "carve_out_bytes")
+    return replace(memories[0], **{name: sum(getattr(m, name) for m in memories) for name in names})
 
 
 def _in_turn(cards: Sequence[Device]) -> Figure | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm import paths
-from localllm.device import cards, ggml, table
+from localllm.device import cards, ggml, table, usable
 from localllm.device.accelerators import KINDS, Accelerator, compiled_in
 from localllm.device.types import Device, Finding, Memory, Readings
 
@@ -120,7 +120,8 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
     driver = ggml.driven_by(device, build)
     if driver != "cpu":
         used = device if driver == device.accelerator else _driven_by(device, driver)
-        return _with_all(used, [gpu for gpu in build.gpus if gpu.accelerator == driver])
+        used = _with_all(used, [gpu for gpu in build.gpus if gpu.accelerator == driver])
+        return _as_seen(used, processor.memory, build)
     told = f"{device.name} is not used: the installed llama.cpp is a build for the processor"
     return replace(
         processor,
@@ -169,7 +170,7 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
         device,
         name=gpu.description or gpu.name,
         family=row.family if row else gpu.accelerator,
-        memory=Memory(total, total, min(gpu.memory_free_bytes, total), "reported", f"llama.cpp ({gpu.backend})"),
+        memory=usable.vram(total, total - min(gpu.memory_free_bytes, total), 0, f"llama.cpp ({gpu.backend})"),
         bandwidth_gbps=row.bandwidth if row else None,
         fp16_tflops=fp16,
         fp8_tflops=fp8,
@@ -180,6 +181,14 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
     )
 
 
+def _as_seen(device: Device, ram: Memory, build: ggml.GgmlBuild) -> Device:
+    """`device` with as much of a processor's graphics' memory as this build sees."""
+    seen = sum(gpu.memory_total_bytes for gpu in build.gpus if gpu.accelerator == device.accelerator)
+    if device.kind != "unified" or device.accelerator not in ("rocm", "vulkan") or not seen:
+        return device
+    return replace(device, memory=usable.as_seen(device.memory, ram, seen, f"llama.cpp ({device.accelerator})"))
+
+
 def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     """A GPU that no probe knows, but the build will use: its memory is what ggml says. Bandwidth is the system memory's
     where it shares that one, else unknown."""
@@ -188,6 +197,10 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     shared = all(gpu.type == "igpu" for gpu in gpus)
     total = sum(gpu.memory_total_bytes for gpu in gpus)
     free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
+    told_by = f"llama.cpp ({gpus[0].backend})"
+    memory = usable.vram(total, total - free, 0, told_by)
+    if shared:  # what the system keeps is in its own account, and this is all that the driver lets a program have of it
+        memory = replace(memory, system_bytes=0, available_bytes=min(free, machine.memory.available_bytes))
     told = f"{gpus[0].description} is known from the installed llama.cpp alone: what it can do is estimated roughly"
     alone = replace(
         machine,
@@ -195,7 +208,7 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
         kind="unified" if shared else "discrete",
         accelerator=kind,
         family=kind,
-        memory=Memory(total, total, free, "reported", f"llama.cpp ({gpus[0].backend})"),
+        memory=memory,
         bandwidth_gbps=machine.bandwidth_gbps if shared else None,
         host=None if shared else machine.memory,
         host_bandwidth_gbps=None if shared else machine.bandwidth_gbps,

@@ -35,9 +35,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the pool the accelerator computes from.
+    """The account of one place (a card, a pool that CPU and GPU share, system memory), in bytes.
 
-    total: installed. limit: the most a model may ever use (hard). available: what can be used now (soft, <= limit).
+    total: installed. limit: the most a model may ever use (hard). available: what is free now (soft, <= limit). system: what
+    the system or the driver keeps, a card's margin included. others: what programs have now that a model can't have.
+    carve_out: what of it is free but no system memory, as a BIOS gave it to a processor's graphics.
     """
 
     total_bytes: int
@@ -45,6 +47,28 @@ class Memory:
     available_bytes: int
     basis: Basis
     source: str = ""
+    system_bytes: int = 0
+    others_bytes: int = 0
+    carve_out_bytes: int = 0
+
+    @property
+    def loadable_bytes(self) -> int:
+        """The most that may be loaded now; more than is available where macOS would compress what others have."""
+        return max(0, min(self.limit_bytes, self.total_bytes - self.system_bytes - self.others_bytes))
+
+    def account(self) -> str:
+        """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9 GB for a model"."""
+        kept = [f"the system keeps {_gb(self.system_bytes)}"] if self.system_bytes else []
+        kept += [f"others have {_gb(self.others_bytes)}"] if self.others_bytes else []
+        most = self.total_bytes - self.system_bytes - self.others_bytes
+        kept += [f"{self.source} allows {_gb(self.limit_bytes)}"] if self.limit_bytes < most else []
+        return (
+            f"of {_gb(self.total_bytes)} {' and '.join(kept) or 'all is free'}: {_gb(self.loadable_bytes)} for a model"
+        )
+
+
+def _gb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +132,12 @@ class Device:
     cards: tuple[Device, ...] = ()
     number: int = 0
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def room_bytes(self) -> int:
+        """What a plan may take of `memory`, in bytes: of a card what is free now, as it ends in an error or, on Windows, in
+        the slow system-memory fallback; of memory that the system lives in too its limit, as others can give way."""
+        return self.memory.loadable_bytes if self.kind == "discrete" else self.memory.limit_bytes
 
 
 class DeviceUnreadableError(LocalLLMError):
@@ -188,6 +218,10 @@ def _memory(memory: Memory | None) -> dict[str, Any] | None:
         "total_bytes": memory.total_bytes,
         "limit_bytes": memory.limit_bytes,
         "available_bytes": memory.available_bytes,
+        "loadable_bytes": memory.loadable_bytes,
+        "system_bytes": memory.system_bytes,
+        "others_bytes": memory.others_bytes,
+        "carve_out_bytes": memory.carve_out_bytes,
         "basis": memory.basis,
         "source": memory.source,
     }

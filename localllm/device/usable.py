@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from localllm.device.parsers.gpus import AmdGpu
 from localllm.device.parsers.linux import CgroupLimit
 from localllm.device.types import Memory
+from localllm.headroom import headroom_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
 
-# A GB10 that fills its pool freezes rather than failing an allocation (seen at 97 %), so 5 % of the total stays free
-# on every pool an operating system lives in too. https://docs.nvidia.com/dgx/dgx-spark/known-issues.html
-KEEP_FREE = 0.05
+# Of a card, what its driver, other programs' next window and our own estimate may take beyond what is seen: llama-server's
+# `--fit` keeps 1 GiB of each; we know a plan's bytes to about 2 %.
+_MARGIN_SHARE, _LEAST_MARGIN = 0.02, 256 * MIB
 
 # The part of physical RAM that macOS up to 15 gave the GPU by default; newer versions give more (0.74-0.84 were seen:
 # https://github.com/antirez/ds4/pull/893, https://github.com/AlexsJones/llmfit/pull/754). The older, smaller fraction
@@ -20,13 +23,14 @@ _MAC_SMALL, _MAC_LARGE, _MAC_SMALL_UP_TO = 2 / 3, 3 / 4, 36 * GIB
 
 
 def shared_pool(total_bytes: int, available_bytes: int, source: str) -> Memory:
-    """System memory, or one that CPU and GPU share (GB10, Jetson): all of it but 5 %, now what is available but 5 %.
+    """System memory, or one that CPU and GPU share (GB10, Jetson): all of it but the headroom, now what is available but that.
 
     `available_bytes` must include reclaimable page cache (MemAvailable, never MemFree).
     """
-    keep = int(total_bytes * KEEP_FREE)
-    limit = total_bytes - keep
-    return Memory(total_bytes, limit, max(min(available_bytes - keep, limit), 0), "reported", source)
+    keep = headroom_bytes(total_bytes)
+    limit, others = total_bytes - keep, max(total_bytes - available_bytes, 0)
+    now = max(min(available_bytes - keep, limit), 0)
+    return Memory(total_bytes, limit, now, "reported", source, keep, others)
 
 
 def in_container(total_bytes: int, available_bytes: int, limit: CgroupLimit | None) -> tuple[int, int, str]:
@@ -37,28 +41,47 @@ def in_container(total_bytes: int, available_bytes: int, limit: CgroupLimit | No
     return limit.limit_bytes, min(available_bytes, free), f"limited by {limit.where}"
 
 
+def margin_bytes(total_bytes: int) -> int:
+    """Bytes of a card that a plan leaves free: 2 % of it, at least 256 MiB, at most an eighth."""
+    return int(min(max(_MARGIN_SHARE * total_bytes, _LEAST_MARGIN), total_bytes / 8))
+
+
 def vram(total_bytes: int, used_bytes: int, reserved_bytes: int, source: str) -> Memory:
-    """A discrete card: its memory less the driver's own part; now, less what is in use by anyone."""
+    """A discrete card: its memory less the driver's own part; now, less what is in use by anyone; and the margin is kept.
+
+    `used_bytes` may hold the driver's part or not (NVML's versions differ): it is never counted twice.
+    """
     limit = max(total_bytes - reserved_bytes, 0)
-    return Memory(total_bytes, limit, max(min(total_bytes - used_bytes, limit), 0), "reported", source)
+    now = max(min(total_bytes - used_bytes, limit), 0)
+    keep = reserved_bytes + margin_bytes(total_bytes)
+    return Memory(total_bytes, limit, now, "reported", source, keep, limit - now)
 
 
-def mac(memory_bytes: int, working_set: int | None, wired_limit_mb: int | None, available: int | None) -> Memory:
+def mac(
+    memory_bytes: int,
+    working_set: int | None,
+    wired_limit_mb: int | None,
+    free: int | None,
+    to_be_had: int | None = None,
+) -> Memory:
     """A Mac's GPU budget: Metal's recommendedMaxWorkingSetSize, which follows iogpu.wired_limit_mb.
 
     A wired limit may be set above physical RAM and Metal repeats it: clamped. A limit of 0 means macOS' default, not
-    "no limit". Available memory is a soft limit: past it macOS compresses and swaps other apps, slow but alive
-    (https://github.com/unslothai/unsloth/pull/10804).
+    "no limit". `free` is a soft limit: past it macOS compresses and swaps other apps, slow but alive
+    (https://github.com/unslothai/unsloth/pull/10804), up to what is `to_be_had` less the headroom.
     """
+    keep, default = headroom_bytes(memory_bytes), mac_default(memory_bytes)
     if working_set:
         limit, basis, source = working_set, "reported", "Metal recommendedMaxWorkingSetSize"
     elif wired_limit_mb and wired_limit_mb > 0:
         limit, basis, source = wired_limit_mb * MIB, "reported", "sysctl iogpu.wired_limit_mb"
     else:
-        limit, basis, source = mac_default(memory_bytes), "assumed", "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
+        limit, basis, source = default, "assumed", "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
     limit = min(limit, memory_bytes)
-    now = limit if available is None else min(available, limit)
-    return Memory(memory_bytes, limit, now, "reported" if basis == "reported" else "assumed", source)
+    others = 0 if to_be_had is None else max(memory_bytes - to_be_had, 0)
+    bound = max(0, min(limit, memory_bytes - keep - others))
+    now = bound if free is None else max(0, min(free, bound))
+    return Memory(memory_bytes, limit, now, "reported" if basis == "reported" else "assumed", source, keep, others)
 
 
 def mac_default(memory_bytes: int) -> int:
@@ -67,18 +90,68 @@ def mac_default(memory_bytes: int) -> int:
 
 
 def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
-    """A Radeon inside a processor: its BIOS carve-out plus the GTT, which is ordinary RAM it may map.
+    """A Radeon inside a processor: its BIOS carve-out plus the GTT, which is ordinary RAM it may map, as Vulkan sees both.
 
     The carve-out is missing from MemTotal, the GTT is inside it: they are never counted twice.
     """
-    keep = int(total_bytes * KEEP_FREE)
+    keep = headroom_bytes(total_bytes)
+    carve_out = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
     limit = gpu.vram_total_bytes + min(gpu.gtt_total_bytes, total_bytes - keep)
-    now = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0) + max(
-        min(gpu.gtt_total_bytes - gpu.gtt_used_bytes, available_bytes - keep), 0
-    )
+    now = carve_out + max(min(gpu.gtt_total_bytes - gpu.gtt_used_bytes, available_bytes - keep), 0)
+    installed = total_bytes + gpu.vram_total_bytes
+    others = max(total_bytes - available_bytes, 0) + gpu.vram_total_bytes - carve_out
+    source = "amdgpu VRAM + GTT, MemAvailable"
+    return Memory(installed, limit, min(now, limit), "reported", source, keep, others, carve_out)
+
+
+def carve_out_alone(gpu: AmdGpu, ram: Memory) -> Memory:
+    """What of `apu` ROCm has: the carve-out, beside which none of the RAM is used …"""
+    free = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
+    return _carve_out(gpu.vram_total_bytes, free, ram, "amdgpu VRAM, as ROCm has it")
+
+
+def gtt_alone(gpu: AmdGpu, ram: Memory) -> Memory:
+    """… or the GTT where that is larger, and nothing of the carve-out."""
+    limit = min(gpu.gtt_total_bytes, ram.limit_bytes)
+    now = max(0, min(gpu.gtt_total_bytes - gpu.gtt_used_bytes, ram.available_bytes, limit))
     return Memory(
-        total_bytes + gpu.vram_total_bytes, limit, min(now, limit), "reported", "amdgpu VRAM + GTT, MemAvailable"
+        ram.total_bytes + gpu.vram_total_bytes,
+        limit,
+        now,
+        "reported",
+        "amdgpu GTT, as ROCm has it; MemAvailable",
+        ram.system_bytes + gpu.vram_total_bytes,
+        ram.others_bytes,
     )
+
+
+def _carve_out(total_bytes: int, free_bytes: int, ram: Memory, source: str) -> Memory:
+    installed, used = ram.total_bytes + total_bytes, total_bytes - free_bytes
+    return Memory(installed, total_bytes, free_bytes, "reported", source, ram.total_bytes, used, free_bytes)
+
+
+def as_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memory:
+    """A processor's graphics' `memory` beside `ram` as a build that sees `total_bytes` of it has it: ROCm either the carve-out
+    or the GTT, Vulkan both (96.0 and 111.5 GiB on one Strix Halo: https://github.com/ollama/ollama/issues/13196)."""
+    carve_out, free = memory.total_bytes - ram.total_bytes, memory.carve_out_bytes
+    if 0 < total_bytes <= carve_out and free:
+        return _carve_out(total_bytes, min(free, total_bytes), ram, source)
+    limit = min(total_bytes, free + ram.limit_bytes) if carve_out > 0 else min(total_bytes, memory.limit_bytes)
+    if limit == memory.limit_bytes:
+        return memory
+    others = ram.others_bytes + (carve_out - free if free else 0)
+    keep = ram.system_bytes + (0 if free else max(carve_out, 0))
+    now = max(0, min(limit, free + ram.available_bytes))
+    return replace(
+        memory, limit_bytes=limit, available_bytes=now, source=source, system_bytes=keep, others_bytes=others
+    )
+
+
+def given_back(memory: Memory, n_bytes: int) -> Memory:
+    """The account when `n_bytes` that others have were free."""
+    freed = min(max(n_bytes, 0), memory.others_bytes)
+    now = min(memory.limit_bytes, memory.available_bytes + freed)
+    return replace(memory, others_bytes=memory.others_bytes - freed, available_bytes=now)
 
 
 def gtt_pages_advised(installed_bytes: int) -> int:

@@ -133,7 +133,9 @@ class Engine:
         system, headroom = SystemMemory(), self.settings.headroom_bytes
         if headroom is None:
             headroom = headroom_bytes(system.total_bytes)
-        return MemoryGuard(self.available or system.available_bytes, headroom)
+        if self.available is not None:
+            return MemoryGuard(self.available, headroom)
+        return MemoryGuard(system.available_bytes, headroom, system.pressure)
 
     # --- in ------------------------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ def divide(
     counts, at = [0] * len(devices), 0
     needs = [0] * len(devices)
     for position, i in enumerate(order):
-        room = devices[i].memory.limit_bytes - fixed[i] - (ends_bytes if position == 0 else 0)
+        room = devices[i].room_bytes - fixed[i] - (ends_bytes if position == 0 else 0)
         left, most = len(each) - at, len(each)
         if even:
             most = -(-left // (len(devices) - position))
@@ -116,7 +116,7 @@ def divide(
         needs[i] += fixed[i] + (ends_bytes if position == 0 else 0) if counts[i] else 0
     if at < len(each):
         return None
-    return tuple(Share(devices[i], counts[i], needs[i], devices[i].memory.limit_bytes) for i in order)
+    return tuple(Share(devices[i], counts[i], needs[i], devices[i].room_bytes) for i in order)
 
 
 def plan(
@@ -285,7 +285,7 @@ def tensor_parallel_plan(
 ) -> SharedPlan | None:
     """The plan of `model` shared by `devices` over `link`; None where it does not fit."""
     needs = max(needs_bytes(model, variant, settings, d, len(devices)) for d in devices)
-    limit = min(d.memory.limit_bytes for d in devices)
+    limit = min(d.room_bytes for d in devices)
     if needs > limit:
         return None
     alone = min(speed.decode(d, model, variant, settings).value for d in devices)

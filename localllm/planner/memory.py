@@ -288,7 +288,7 @@ def need(model: Model, variant: Variant, settings: RunSettings, device: Device |
         compute_bytes=compute + output_bytes(model, settings.slots),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=_draft_bytes(model, variant, settings, device),
-        limit_bytes=device.memory.limit_bytes if device is not None else 0,
+        limit_bytes=device.room_bytes if device is not None else 0,
         disk_bytes=on_disk,
         projector_bytes=settings.projector_bytes,
     )
@@ -332,7 +332,7 @@ def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: D
         compute_bytes=compute * n_cards,
         overhead_bytes=overhead,
         draft_bytes=drafted,
-        limit_bytes=device.memory.limit_bytes,
+        limit_bytes=device.room_bytes,
         host_bytes=host_weights
         - on_disk
         + host_kv
@@ -351,8 +351,8 @@ def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: D
 def cards_limits(device: Device) -> tuple[int, ...]:
     """What each of the device's cards may hold, in bytes."""
     if device.cards:
-        return tuple(card.memory.limit_bytes for card in device.cards)
-    return (device.memory.limit_bytes // device.n_gpus,) * device.n_gpus
+        return tuple(card.room_bytes for card in device.cards)
+    return (device.room_bytes // device.n_gpus,) * device.n_gpus
 
 
 def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> int:
@@ -464,5 +464,5 @@ def _need_mlx(model: Model, variant: Variant, settings: RunSettings, device: Dev
         compute_bytes=mlx_step_bytes(model, settings),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=drafted,
-        limit_bytes=device.memory.limit_bytes if device is not None else 0,
+        limit_bytes=device.room_bytes if device is not None else 0,
     )

@@ -187,7 +187,7 @@ def weights_of_cards(
     found, n = parts(model, variant), len(model.layers)
     first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
     rows = [d + (0 if i < kept else e) for i, (d, e) in enumerate(found.layers) if i >= first]
-    split = placed.tensor_split or tuple(card.memory.limit_bytes for card in device.cards)
+    split = placed.tensor_split or tuple(card.room_bytes for card in device.cards)
     held = as_split([*rows, found.output_bytes], split, len(device.cards))
     return tuple((card, n_bytes / max(1, sum(held))) for card, n_bytes in zip(device.cards, held, strict=True))
 

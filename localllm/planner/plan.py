@@ -155,12 +155,13 @@ def typical(variants: Sequence[Variant]) -> Variant:
 
 
 def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
-    """yes / tight (needs more than is free now, or nearly all) / split (part in host memory) / no."""
+    """yes / tight (needs more than is free now, or nearly all of what may be loaded) / split (part in host memory) / no."""
     if not placing.fits(device, need):
         return "no"
     if split:
         return "split"
-    if need.total_bytes > device.memory.available_bytes or need.total_bytes > _TIGHT_SHARE * need.limit_bytes:
+    most = min(need.limit_bytes, device.memory.loadable_bytes)
+    if need.total_bytes > device.memory.available_bytes or need.total_bytes > _TIGHT_SHARE * most:
         return "tight"
     return "yes"
 
@@ -204,7 +205,7 @@ def _whole(
         fits = verdict(used, need, split=tried.placement.is_split and device.kind == "discrete")
         if fits != "no":
             return tried, need, fits
-        if need.total_bytes - need.kv_bytes > used.memory.limit_bytes:
+        if need.total_bytes - need.kv_bytes > used.room_bytes:
             break  # no type of cache is small enough
     return None
 

@@ -52,7 +52,7 @@ def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Vari
 
 
 def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> list[Variant]:
-    pool = device.memory.limit_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
+    pool = device.room_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
     return [v for v in variants if v.file_bytes - places.disk_bytes(model, v, USUAL) <= pool]
 
 
@@ -292,7 +292,7 @@ def reaching(
     need = needs.need_of(workload)
     found: dict[str, tuple[Device, Plan]] = {}
     nearest: tuple[Device, Plan] | None = None
-    for device in sorted(devices, key=lambda d: (_bandwidth(d), d.memory.limit_bytes, d.name)):
+    for device in sorted(devices, key=lambda d: (_bandwidth(d), d.room_bytes, d.name)):
         if device.bandwidth_gbps is None or device.match in found:
             continue
         plans = [

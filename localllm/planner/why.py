@@ -33,10 +33,18 @@ def place(device: Device) -> str:
     return "this GPU" if device.kind == "discrete" else "this machine"
 
 
+def accounts(device: Device) -> list[str]:
+    """The account of each place that a plan on `device` is held against, a line each."""
+    places_ = [(card.name, card.memory) for card in device.cards] or [(place(device), device.memory)]
+    if device.kind == "discrete" and device.host is not None:
+        places_.append(("system memory", device.host))
+    return [memory.account() if len(places_) < 2 else f"{name}: {memory.account()}" for name, memory in places_]
+
+
 def does_not_fit(plan: Plan, device: Device) -> str:
     """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the need)."""
     needed = plan.memory.total_bytes + plan.memory.host_bytes
-    usable = gb(device.memory.limit_bytes)
+    usable = gb(device.room_bytes)
     at = f"at {plan.settings.n_ctx // 1024}k context"
     beside = ""
     if device.kind == "discrete" and device.host is not None:
@@ -52,7 +60,7 @@ def streamed_tok_s(plan: Plan, device: Device) -> float | None:
     offered."""
     if plan.model.experts is None or plan.variant.format != "gguf":
         return None
-    has = device.memory.limit_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
+    has = device.room_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
     missing = plan.memory.total_bytes + plan.memory.host_bytes - has
     pool = places.parts(plan.model, plan.variant).expert_bytes
     if not 0 < missing < pool:

@@ -76,6 +76,7 @@ def make_load_plan(
 ) -> LoadPlan:
     """Plan files on this disk on this machine, and make worker options that run exactly that plan. `of` models share the
     memory for cached prefixes; `spare_bytes`: what others would give back to make room. Raises as `load_plan_named`."""
+    from localllm.device.cards import given_back
     from localllm.engine.worker import backends
 
     # Said now, before anything is planned: no backend runs these files, or its package is missing.
@@ -85,6 +86,8 @@ def make_load_plan(
         return _embedding_plan(local, settings, use)
     draft, second = _drafting(local, settings)
     inputs = plan_inputs(local, settings, purpose, second)
+    if inputs is not None and spare_bytes:
+        inputs = replace(inputs, device=given_back(inputs.device, spare_bytes))
     plan = _first_plan(local, settings, inputs)
     free = free_for_models(_headroom_bytes(settings))
     room = _Room(local, inputs, None if free is None else free + spare_bytes)
@@ -113,10 +116,12 @@ def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None
         return plan
     if settings.value("workers"):
         return None
+    from localllm.planner.why import accounts
+
     need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
     raise DoesNotFitError(
         f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
-        f"and this machine has {limit / 1e9:.1f} GB usable"
+        f"and this machine has {limit / 1e9:.1f} GB usable ({'; '.join(accounts(inputs.device)) if inputs else ''})"
     )
 
 
@@ -127,14 +132,15 @@ class _Room:
         from localllm.device.detect import detect
 
         self._local, self._inputs, self.free_bytes = local, inputs, free_bytes
-        self._discrete = (inputs.device if inputs is not None else detect()).kind == "discrete"
+        device = inputs.device if inputs is not None else detect()
+        self._discrete, self._carve_out_bytes = device.kind == "discrete", device.memory.carve_out_bytes
 
     def takes(self, plan: Plan | None) -> int:
-        """Bytes of the system's memory. A graphics card's own memory ends in an error when it is full, the system's in
-        swapping."""
-        if plan is None:
-            return 0 if self._discrete else self._local.size_bytes
-        return plan.memory.host_bytes if self._discrete else plan.memory.total_bytes
+        """Bytes of the system's memory: what a card or a carve-out holds is none of it."""
+        if self._discrete:
+            return plan.memory.host_bytes if plan is not None else 0
+        whole = plan.memory.total_bytes if plan is not None else self._local.size_bytes
+        return max(0, whole - self._carve_out_bytes)
 
     def fitted(self, plan: Plan | None, beside_bytes: int) -> Plan | None:
         """`plan`, a context nobody chose halved until the memory guard would let it load with so many bytes beside it; what

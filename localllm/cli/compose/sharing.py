@@ -58,8 +58,8 @@ def memory_for_models() -> tuple[int, Callable[[], int]]:
     device = detect()
 
     def available() -> int:
-        free = detect().memory.available_bytes
+        memory = detect().memory
         shared = None if device.kind == "discrete" else free_for_models()
-        return free if shared is None else min(free, shared)
+        return memory.loadable_bytes if shared is None else min(memory.loadable_bytes, shared + memory.carve_out_bytes)
 
     return device.memory.limit_bytes, available

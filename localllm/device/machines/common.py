@@ -49,13 +49,12 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Card | None, list[Finding]]:
     is_slice = gpu.is_mig or _is_slice(gpu.name)
     row = None if is_slice else table.by_gpu_name(gpu.name, gpu.total_bytes, gpu.derived_bandwidth_gbps)
     if gpu.total_bytes is not None:
-        used = gpu.used_bytes
-        if used is None and gpu.free_bytes is not None:
-            used = gpu.total_bytes - gpu.free_bytes
+        # What is free is less than what nobody uses: the driver keeps a part, which `used` holds or not.
+        used = gpu.used_bytes if gpu.free_bytes is None else gpu.total_bytes - gpu.free_bytes
         memory = usable.vram(gpu.total_bytes, max(used or 0, 0), gpu.reserved_bytes or 0, "NVIDIA driver (NVML)")
     elif row is not None and row.memory_gb and row.family != _SLICED:
         size = int(row.memory_gb[0] * GIB)
-        memory = Memory(size, size, size, "datasheet", row.source)
+        memory = replace(usable.vram(size, 0, 0, row.source), basis="datasheet")
         findings.append(Finding("warning", f"the driver does not say how much memory of {gpu.name} is in use"))
     elif is_slice or row is not None:
         told = f"{gpu.name} does not say how much memory is ours: it may be a slice of any size (MIG, vGPU), so it is not planned with"

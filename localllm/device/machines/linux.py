@@ -10,7 +10,7 @@ from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nv
 from localllm.device.parsers import hexadecimal, integer, linux
 from localllm.device.parsers.gpus import AmdGpu, NvidiaGpu, amd_gpus, environment, marketing_name, visible, vulkaninfo
 from localllm.device.table import DeviceRow
-from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
+from localllm.device.types import Accelerator, Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 
 GIB = 1 << 30
 _ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
@@ -242,13 +242,17 @@ def _amd(readings: Readings, system: _System) -> Device | None:
     gpu = max(gpus, key=lambda g: g.vram_total_bytes + g.gtt_total_bytes)
     row = _apu_row(system.cpu.name, gpu)
     memory = usable.apu(gpu, system.total_bytes, system.available_bytes)
+    accelerator: Accelerator = "rocm" if row is not None and row.accelerator == "rocm" else "vulkan"
+    if accelerator == "rocm":
+        larger = usable.carve_out_alone if gpu.vram_total_bytes >= gpu.gtt_total_bytes else usable.gtt_alone
+        memory = larger(gpu, system.base.memory)
     findings += _gtt_findings(gpu, system, row)
     fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
     return replace(
         system.base,
         name=_amd_name(readings, gpu, row),
         kind="unified",
-        accelerator="rocm" if row is not None and row.accelerator == "rocm" else "vulkan",
+        accelerator=accelerator,
         family=row.family if row else "APU",
         memory=memory,
         bandwidth_gbps=_apu_bandwidth(system, row),

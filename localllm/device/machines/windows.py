@@ -82,7 +82,7 @@ def _cards(adapters: list[windows.Adapter]) -> list[Card]:
         if row is None or row.kind != "discrete" or adapter.vendor == "10de":
             continue
         size = adapter.memory_bytes or int(row.memory_gb[0] * GIB)
-        memory = Memory(size, size, size, "reported", "registry HardwareInformation.qwMemorySize")
+        memory = usable.vram(size, 0, 0, "registry HardwareInformation.qwMemorySize")
         cards.append(Card(adapter.name, memory, row.bandwidth, row, row.compute_capability, row.compute_units))
     return cards
 
@@ -113,12 +113,16 @@ def _integrated(
         row = by_cpu if by_cpu is not None and by_cpu.kind == "unified" else row
         dedicated = adapter.memory_bytes
         shared = int(total * _SHARED_WITH_GPU)
+        keep, others = base.memory.system_bytes, base.memory.others_bytes
         memory = Memory(
             total + dedicated,
             dedicated + shared,
-            dedicated + min(shared, available),
+            dedicated + max(0, min(shared, available - keep)),
             "reported",
             "registry qwMemorySize + half of the RAM Windows sees",
+            keep,
+            others,
+            dedicated,
         )
         fp16, fp8, fp4 = table.tflops(row)
         return replace(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.device.parsers import integer, key_values
+from localllm.headroom import mac_available_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -86,8 +87,22 @@ def metal_working_set(text: str) -> int | None:
     return value if value > 0 else None
 
 
-def vm_stat(text: str) -> int | None:
-    """Bytes macOS can hand out without swapping: free + inactive + speculative + purgeable pages of `vm_stat`.
+@dataclass(frozen=True, slots=True)
+class MacMemory:
+    """Bytes on a Mac: `free` without swapping (free, inactive, speculative and purgeable pages), and all that is `to_be_had`,
+    with what macOS compresses for others; None where it is unknown."""
+
+    free_bytes: int | None
+    to_be_had_bytes: int | None
+
+
+_FREE = ("free", "inactive", "speculative", "purgeable")
+# xnu's AVAILABLE_NON_COMPRESSED_MEMORY (osfmk/vm/vm_pageout.h), of which kern.memorystatus_level is the percentage.
+_TO_BE_HAD = ("free", "active", "inactive", "speculative")
+
+
+def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
+    """Bytes of pages of these kinds in `vm_stat`: those that macOS can hand out without swapping unless told otherwise.
 
     The page size is read from the header: 16 KiB on Apple Silicon, not 4.
     """
@@ -95,8 +110,17 @@ def vm_stat(text: str) -> int | None:
     values = key_values(text)
     if not page or "Pages free" not in values:
         return None
-    pages = sum(
-        max(integer(values.get(key)) or 0, 0)
-        for key in ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
-    )
-    return pages * int(page.group(1))
+    return sum(max(integer(values.get(f"Pages {kind}")) or 0, 0) for kind in kinds) * int(page.group(1))
+
+
+def memory(total_bytes: int, sysctl: str, pages: str, memory_pressure: str = "") -> MacMemory:
+    """What of `total_bytes` can be had: by kern.memorystatus_level, which memory_pressure prints as "System-wide memory free
+    percentage", else by the `pages` of vm_stat that it is counted from."""
+    level = integer(key_values(sysctl.replace(" = ", ": ")).get("kern.memorystatus_level"))
+    if level is None:
+        said = re.search(r"memory free percentage:\s*([0-9]{1,3})\s*%", memory_pressure)
+        level = int(said.group(1)) if said else None
+    to_be_had = mac_available_bytes(total_bytes, level)
+    if to_be_had is None and (counted := vm_stat(pages, _TO_BE_HAD)) is not None:
+        to_be_had = min(counted, total_bytes)
+    return MacMemory(vm_stat(pages), to_be_had)

@@ -8,7 +8,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from localllm.device.accelerators import KINDS
 from localllm.device.parsers.linux import cgroup_paths
@@ -94,7 +95,7 @@ def _render_access() -> str:
 
 _SYSCTL_KEYS = (
     "machdep.cpu.brand_string", "hw.model", "hw.memsize", "hw.physicalcpu", "hw.ncpu", "iogpu.wired_limit_mb",
-    "kern.memorystatus_vm_pressure_level", "sysctl.proc_translated",
+    "kern.memorystatus_vm_pressure_level", "kern.memorystatus_level", "sysctl.proc_translated",
 )  # fmt: skip
 
 
@@ -111,26 +112,40 @@ def macos_outputs() -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def metal() -> str:
-    """Metal's budget as "recommendedMaxWorkingSetSize = N bytes", "" where there is no Metal device (ssh, a VM).
+def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
+    """Metal's budget as "recommendedMaxWorkingSetSize = N bytes", "" where there is no Metal device (a VM).
 
-    Only Metal knows the default budget: no sysctl and no system_profiler key has it. On arm64 objc_msgSend must be
-    called through an exact prototype.
+    Only Metal knows the default budget: no sysctl and no system_profiler key has it. MTLCreateSystemDefaultDevice gives
+    nil to a program that links no CoreGraphics (Apple's documentation of it says so), so that is loaded first; where
+    there still is no default (over ssh), MTLCopyAllDevices lists what there is. On arm64 objc_msgSend must be called
+    through an exact prototype.
     """
     try:
-        objc = ctypes.CDLL("/usr/lib/libobjc.A.dylib")
-        framework = ctypes.CDLL("/System/Library/Frameworks/Metal.framework/Metal")
-        framework.MTLCreateSystemDefaultDevice.restype = ctypes.c_void_p
+        load("/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics")
+        objc, framework = load("/usr/lib/libobjc.A.dylib"), load("/System/Library/Frameworks/Metal.framework/Metal")
         objc.sel_registerName.restype = ctypes.c_void_p
         objc.sel_registerName.argtypes = [ctypes.c_char_p]
-        send = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)(("objc_msgSend", objc))
+
+        def send(receiver: int, message: bytes, *arguments: int, restype: Any = ctypes.c_uint64) -> int:
+            call = objc.objc_msgSend
+            call.restype, call.argtypes = (
+                restype,
+                [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_uint64] * len(arguments)],
+            )
+            return int(call(receiver, objc.sel_registerName(message), *arguments) or 0)
+
+        framework.MTLCreateSystemDefaultDevice.restype = ctypes.c_void_p
         device = framework.MTLCreateSystemDefaultDevice()
         if not device:
-            return ""
-        size = send(device, objc.sel_registerName(b"recommendedMaxWorkingSetSize"))
+            framework.MTLCopyAllDevices.restype = ctypes.c_void_p
+            listed = framework.MTLCopyAllDevices()
+            if not listed or not send(listed, b"count"):
+                return ""
+            device = send(listed, b"objectAtIndex:", 0, restype=ctypes.c_void_p)
+        size = send(device, b"recommendedMaxWorkingSetSize") if device else 0
     except (OSError, AttributeError):
         return ""
-    return f"recommendedMaxWorkingSetSize = {size} bytes"
+    return f"recommendedMaxWorkingSetSize = {size} bytes" if size else ""
 
 
 # --- Windows

@@ -17,35 +17,19 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from localllm.errors import DoesNotFitError
+from localllm.headroom import Pressure as Pressure
+from localllm.headroom import headroom_bytes as headroom_bytes
+from localllm.headroom import mac_available_bytes, mac_pressure, mac_sysctl
 
-Pressure = Literal["none", "shrink", "hold"]
 Available = Callable[[], int | None]
 
-_MIB = 2**20
-# A GB10 that fills its pool freezes rather than failing an allocation (seen at 97 %): 5 % stay free, as in the
-# device's own limit. https://docs.nvidia.com/dgx/dgx-spark/known-issues.html
-_HEADROOM_SHARE = 0.05
-# A desktop's own bursts (a browser tab, a compiler) are of this size on machines of any size …
-_LEAST_HEADROOM_BYTES = 512 * _MIB
-# … but a board of 1 or 2 GiB could load nothing if it kept that much.
-_MOST_HEADROOM_SHARE = 0.125
 _HOLD_SHARE = 0.5
 _LEAVE_SHARE = 0.25
 _LOOK_S = 0.25
 # cgroup v1 prints the largest page-aligned int64 when there is no limit.
 _UNLIMITED = 2**62
-
-
-def headroom_bytes(total_bytes: int | None) -> int:
-    """Bytes kept for the system out of `total_bytes` of memory: 5 %, at least 512 MiB but at most an eighth.
-
-    0 where the total is unknown: then only the plan decides."""
-    if not total_bytes:
-        return 0
-    return int(min(max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes), _MOST_HEADROOM_SHARE * total_bytes))
 
 
 def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "none") -> Pressure:
@@ -58,9 +42,11 @@ def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "
     return "shrink" if available_bytes < headroom_bytes + (leave if before != "none" else 0) else "none"
 
 
-def check_load(name: str, planned_bytes: int, available_bytes: int | None, headroom_bytes: int) -> None:
+def check_load(
+    name: str, planned_bytes: int, available_bytes: int | None, headroom_bytes: int, total_bytes: int | None = None
+) -> None:
     """Raise DoesNotFitError unless loading `planned_bytes` leaves the headroom free. Unknown (0 planned, or None
-    available) trusts the plan; a headroom of 0 is no guard."""
+    available) trusts the plan; a headroom of 0 is no guard. `total_bytes`: all memory, for the account in the error."""
     if (
         not planned_bytes
         or available_bytes is None
@@ -68,9 +54,10 @@ def check_load(name: str, planned_bytes: int, available_bytes: int | None, headr
         or planned_bytes <= available_bytes - headroom_bytes
     ):
         return
+    others = f"; others have {_gb(max(0, total_bytes - available_bytes))} of {_gb(total_bytes)}" if total_bytes else ""
     raise DoesNotFitError(
         f"{name} needs {_gb(planned_bytes)}, and {_gb(max(0, available_bytes - headroom_bytes))} are free for it now: "
-        f"{_gb(available_bytes)} available, of which {_gb(headroom_bytes)} stay with the system",
+        f"{_gb(available_bytes)} available, of which {_gb(headroom_bytes)} stay with the system{others}",
         hint="close other programs, or take a smaller --context, a smaller quant or another model",
     )
 
@@ -85,15 +72,17 @@ def check_before_load(
     system = SystemMemory(process_and_children)
     if headroom is None:
         headroom = headroom_bytes(system.total_bytes)
-    check_load(name, planned_bytes, (available or system.available_bytes)(), headroom)
+    check_load(name, planned_bytes, (available or system.available_bytes)(), headroom, system.total_bytes)
 
 
 @dataclass
 class MemoryGuard:
-    """The running engine's view: `look` now and then, then read `pressure` and `missing_bytes`."""
+    """The running engine's view: `look` now and then, then read `pressure` and `missing_bytes`. `told`: the system's own
+    word for its pressure (macOS), which goes before what is available."""
 
     available: Available
     headroom_bytes: int
+    told: Callable[[], Pressure | None] = lambda: None
     pressure: Pressure = "none"
     available_bytes: int | None = None
     _next_look_s: float = float("-inf")
@@ -104,17 +93,22 @@ class MemoryGuard:
             return False
         self._next_look_s = now_s + _LOOK_S
         self.available_bytes = self.available()
-        self.pressure = judge(self.available_bytes, self.headroom_bytes, self.pressure)
+        self.pressure = self.told() or judge(self.available_bytes, self.headroom_bytes, self.pressure)
         return True
 
     @property
     def missing_bytes(self) -> int:
-        """What must be given back to have the headroom free again."""
-        return 0 if self.available_bytes is None else max(0, self.headroom_bytes - self.available_bytes)
+        """What must be given back to have the headroom free again; where the system alone says that memory is short, a part
+        of the headroom at each look."""
+        missing = 0 if self.available_bytes is None else max(0, self.headroom_bytes - self.available_bytes)
+        short = int(_LEAVE_SHARE * self.headroom_bytes) if self.told() in ("shrink", "hold") else 0
+        return max(missing, short)
 
     @property
     def spare_bytes(self) -> int | None:
         """What can be taken above the headroom, as last seen; None while nobody knows."""
+        if self.pressure != "none":
+            return 0
         return None if self.available_bytes is None else max(0, self.available_bytes - self.headroom_bytes)
 
     def why(self) -> str:
@@ -158,9 +152,15 @@ class SystemMemory:
     available, yet taking it would make the next token wait for the disk. Linux alone reports them so.
     """
 
-    def __init__(self, users: Callable[[], Iterable[int]] = _own_process, read: ReadText = _read_text) -> None:
+    def __init__(
+        self,
+        users: Callable[[], Iterable[int]] = _own_process,
+        read: ReadText = _read_text,
+        sysctl: Callable[[str], int | None] = mac_sysctl,
+    ) -> None:
         self._users = users
         self._read = read
+        self._sysctl = sysctl
         self._linux = read("/proc/meminfo") is not None
         # Which groups are limited is asked once: a look then reads nothing for the others.
         self._groups = [g for g in _cgroups(read) if g.limit_bytes(read) is not None] if self._linux else []
@@ -171,7 +171,7 @@ class SystemMemory:
         if not self._linux:
             import psutil
 
-            return int(psutil.virtual_memory().total)
+            return self._sysctl("hw.memsize") or int(psutil.virtual_memory().total)
         total = _field(self._read("/proc/meminfo"), "MemTotal:", 1024)
         limits = [limit for g in self._groups if (limit := g.limit_bytes(self._read)) is not None]
         return min([total, *limits]) if total is not None else None
@@ -183,12 +183,18 @@ class SystemMemory:
         if not self._linux:
             import psutil
 
-            return int(psutil.virtual_memory().available)
+            # psutil's figure on macOS is free and inactive memory, about half of what can be had.
+            on_mac = mac_available_bytes(self.total_bytes or 0, self._sysctl("kern.memorystatus_level"))
+            return int(psutil.virtual_memory().available) if on_mac is None else on_mac
         available = _field(self._read("/proc/meminfo"), "MemAvailable:", 1024)
         if available is None:
             return None
         free = [free for g in self._groups if (free := g.free_bytes(self._read)) is not None]
         return max(0, min([available, *free]) - sum(self._mapped_bytes(pid) for pid in self._users()))
+
+    def pressure(self) -> Pressure | None:
+        """What the system itself says of its memory; None where it says nothing (all but macOS)."""
+        return None if self._linux else mac_pressure(self._sysctl("kern.memorystatus_vm_pressure_level"))
 
     def _mapped_bytes(self, pid: int) -> int:
         """Resident pages of mapped files (and shared memory): proc(5), /proc/pid/statm, third field."""

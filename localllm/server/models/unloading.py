@@ -105,4 +105,5 @@ def memory_is_short() -> bool:
     from localllm.engine.host.memory import SystemMemory, headroom_bytes, judge, process_and_children
 
     memory = SystemMemory(process_and_children)
-    return judge(memory.available_bytes(), headroom_bytes(memory.total_bytes)) != "none"
+    told = memory.pressure()
+    return (told or judge(memory.available_bytes(), headroom_bytes(memory.total_bytes))) != "none"
