@@ -42,7 +42,7 @@ TABLE = {
     "card_spark_page_cache": Row(114.88, 114.88),
     "halo_512mb": Row(120.27, 120.27),
     "halo_96gb": Row(102.71, 102.71),
-    "mac_gh_runner_m1_virtual": Row(5.01, 5.01),
+    "mac_gh_runner_m1_virtual": Row(3.22, 3.22),
     "mac_m2_8gb_macos26": Row(1.31, 2.05),
     "mac_m2pro_32gb_macos26": Row(26.80, 26.80),
     "mac_m3pro_36gb": Row(12.61, 25.77, "assumed"),

@@ -394,7 +394,8 @@ def _arcs(readings: Readings) -> list[Card]:
         if (row is not None and row.kind != "discrete") or not (total or row):
             continue
         size = total or (int(row.memory_gb[0] * GIB) if row is not None else 0)
-        memory = Memory(size, size, size, "reported" if total else "datasheet", "lmem_total_bytes, or the table")
+        memory = usable.vram(size, 0, 0, "lmem_total_bytes, or the table")
+        memory = memory if total else replace(memory, basis="datasheet")
         cards.append(Card(name, memory, row.bandwidth if row else None, row, "", row.compute_units if row else 0))
     return cards
 
