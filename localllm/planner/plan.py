@@ -182,16 +182,37 @@ def _settle(
     if found:
         found = [s for s in found if placing.is_free(device, s[0], s[1])] or found
         best = placing.fastest(device, model, variant, [s for s, _, _ in found])
-        return next(s for s in found if s[0] is best)
+        settled = next(s for s in found if s[0] is best)
+        small = kinds[min(1, len(kinds) - 1)]
+        return _with_host(device, model, variant, settled, small, offload) if len(ways) > 1 else settled
     if device.kind == "discrete" and device.host is not None and backend_of(variant).splits:
         kind = kinds[min(1, len(kinds) - 1)]
         divided = [placing.best_split(device, model, variant, way.with_kv_type(kind), offload) for way in ways]
-        depth = settings.n_ctx // 2
-        best = placing.fastest(device, model, variant, [s for s in divided if s is not None], depth=depth)
+        best = placing.fastest(device, model, variant, [s for s in divided if s is not None])
         if best is not None:
             return best, memory.need(model, variant, best, device), "split"
     tried = offload.over(settings.with_kv_type(kinds[0]))
     return tried, memory.need(model, variant, tried, device), "no"
+
+
+def _with_host(
+    device: Device, model: Model, variant: Variant, settled: _Settled, kv_type: str, offload: OffloadOptions
+) -> _Settled:
+    """What was `settled` on several cards, or, where that answers faster, on others with part of it in system memory."""
+    if device.host is None or not backend_of(variant).splits:
+        return settled
+    best, settings = settled, settled[0]
+    rate = speed.decode(device, model, variant, settings).value
+    for numbers in placing.choices(device):
+        way = settings.placed(cards=numbers, tensor_split=()).with_kv_type(kv_type)
+        # It answers no faster than if these cards held all of it.
+        if numbers == settings.placement.cards or speed.decode(device, model, variant, way).value <= rate:
+            continue
+        tried = placing.best_split(device, model, variant, way, offload)
+        faster = 0.0 if tried is None else speed.decode(device, model, variant, tried).value
+        if tried is not None and faster > rate:
+            best, rate = (tried, memory.need(model, variant, tried, device), "split"), faster
+    return best
 
 
 def _whole(
