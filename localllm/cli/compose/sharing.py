@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.cli.compose.load_plan import LoadPlan, free_for_models, make_load_plan, resolved
 
 if TYPE_CHECKING:
+    from localllm.device.types import Device
     from localllm.settings import Settings
     from localllm_catalog.types import Purpose
 
@@ -22,6 +24,8 @@ def load_plans_together(
     Contexts nobody chose are halved, the largest first, until all fit at once; where that is not enough each keeps what
     it would have alone, and they take turns. `own`: each one's settings, where they differ. Raises as `load_plan_named`
     does."""
+    from localllm.device.detect import detect
+
     each = own or [settings] * len(references)
     models = [resolved(r, s) for r, s in zip(references, each, strict=True)]
 
@@ -33,7 +37,11 @@ def load_plans_together(
         if load.fills_in:
             alone[i] = planned(i, each[i], "autocomplete")
     free = [i for i, load in enumerate(alone) if load.plan is not None and each[i]["context"].automatic]
-    if len(alone) == 1 or not free:
+    if len(alone) == 1:
+        return alone
+    device = detect()
+    alone = on_cards_of_their_own(alone, device)
+    if not free or _fit_apart(alone, device):
         return alone
     limit = min(load.plan.memory.limit_bytes for load in alone if load.plan is not None)
     shared = list(alone)
@@ -48,6 +56,38 @@ def load_plans_together(
             return alone
         shared[at] = lowered
     return shared
+
+
+def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
+    """`loads` with those that one card holds moved, in turn, to the fastest card of `device` that still has room: each was planned
+    as if it were alone, so all of them for the same."""
+    rates = {card.number: card.bandwidth_gbps.value if card.bandwidth_gbps else 0.0 for card in device.cards}
+    left = {card.number: card.memory.limit_bytes for card in device.cards}
+    placed = []
+    for load in loads:
+        cards = load.plan.settings.placement.cards if load.plan is not None else ()
+        if load.plan is not None and len(cards) == 1 and load.needs_bytes > left.get(cards[0], load.needs_bytes):
+            roomy = [n for n in sorted(left, key=lambda n: -rates[n]) if load.needs_bytes <= left[n]]
+            cards = (roomy[0],) if roomy else cards
+            run = load.plan.settings.placed(cards=cards)
+            spec = load.options.spec
+            options = replace(load.options, spec=replace(spec, placement=replace(spec.placement, cards=cards)))
+            load = replace(load, options=options, plan=replace(load.plan, settings=run))
+        for number in cards or left:
+            left[number] = left.get(number, 0) - load.needs_bytes // len(cards or left)
+        placed.append(load)
+    return placed
+
+
+def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:
+    """True where every model has one card, and every card holds its models."""
+    held: dict[int, int] = {}
+    for load in loads:
+        if load.plan is None or len(load.plan.settings.placement.cards) != 1:
+            return False
+        (number,) = load.plan.settings.placement.cards
+        held[number] = held.get(number, 0) + load.needs_bytes
+    return all(held.get(card.number, 0) <= card.memory.limit_bytes for card in device.cards)
 
 
 def memory_for_models() -> tuple[int, Callable[[], int]]:
