@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from localllm.grammars.schema_words import empty, other_texts
@@ -120,7 +121,9 @@ class JsonRules:
         held = [v for v in values if _KINDS[type(v)] in kinds or (_KINDS[type(v)] == "integer" and "number" in kinds)]
         if not held:
             return self.never
-        return f"({' | '.join(dict.fromkeys(_text(json.dumps(value, ensure_ascii=False)) for value in held))})"
+        held += [int(value) for value in held if isinstance(value, float) and value.is_integer()]
+        ways = " | ".join(dict.fromkeys(_quoted(value) for value in held))
+        return self._rule(f"one of {ways}", self._new_name().upper(), lambda: ways)  # one terminal, however many
 
     def _terminal(self, kind: str) -> str:
         name = f"{self._prefix}{kind}".upper()
@@ -236,7 +239,7 @@ class JsonRules:
         t = self._terminal
         named: Mapping[str, Any] = schema.get("properties", {})
         patterns: Mapping[str, Any] = schema.get("patternProperties", {})
-        if not all(map(_as_name, patterns)):
+        if not all(map(_as_name, patterns)) or any(_overlap(*pair) for pair in combinations(patterns, 2)):
             return None
         for pattern, described in patterns.items():
             named = {n: _both(said, described) if _matches(pattern, n) else said for n, said in named.items()}
@@ -349,8 +352,9 @@ def _both(one: Any, other: Any) -> Any:
     return other if one is True else one if other is True else {"allOf": [one, other]}
 
 
-def _quoted(name: str) -> str:
-    return _text(json.dumps(name, ensure_ascii=False))
+def _quoted(value: Any) -> str:
+    """The Lark of a plain value as JSON."""
+    return _text(json.dumps(value, ensure_ascii=False))
 
 
 def _as_name(pattern: str) -> str | None:
@@ -368,6 +372,11 @@ def _matches(pattern: str, name: str) -> bool:
         return re.search(pattern, name) is not None
     except re.error:
         return True
+
+
+def _overlap(one: str, other: str) -> bool:
+    """True unless no name is like both."""
+    return not empty({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]})
 
 
 def _all_taken(pattern: str, names: Sequence[str]) -> bool:

@@ -25,13 +25,14 @@ _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostnam
 # Those of the specification's others that an expression can hold, if not to the letter.
 _TOKEN = r"(?:~[01]|[^~/])*"
 _CLASS = r"\[\^?(?:a-z|A-Z|0-9|[\w .,:;@#%&=+*?(){}|<>!~$'/]|\\[\w.*+?^$|()\[\]{}/\\-])+-?\]"
-_ATOM = (
-    rf"(?:(?:[^\\\[\](){{}}*+?|^$]|\\[dDwWsS.*+?^$|()\[\]{{}}/\\-]|{_CLASS})(?:[*+?]|\{{[0-9]{{1,3}},?\}})?\??|[\^$|])"
-)
+_PLAIN = r"[^\\\[\](){}*+?|^$]|\\[dDwWsS.*+?^$|()\[\]{}/\\-]"
+_TIMES = r"(?:[*+?]|\{(?:[0-9]{1,3},?|[0-9],[1-9][0-9]{1,2})\})?\??"
+_ATOM = rf"(?:(?:{_PLAIN}|{_CLASS}){_TIMES}|[\^$|])"
+_URI = r"[\w.~@!$&'()*+,;=-]|%[0-9a-fA-F]{2}"
 _EXPRESSIONS = {
     "json-pointer": f"^(?:/{_TOKEN})*$",
     "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|(?:/{_TOKEN})*)$",
-    "uri-reference": r"^[\w.~:/?#@!$&'()*+,;=%-]*$",
+    "uri-reference": rf"^(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?:{_URI})*(?:[/?#](?:{_URI}|[:/?#])*)?$",
     "iri": r'^[A-Za-z][A-Za-z0-9+.-]*:[^\s<>"{}|\\^`]*$',
     "iri-reference": r'^[^\s<>"{}|\\^`]*$',
     "idn-email": r"^[^\s@]+@[^\s@]+$",
@@ -43,6 +44,10 @@ _WITHOUT_PREFIX_ITEMS = (*_OLD_DRAFTS, "2019-09")
 _NEVER = ("contains", "disallow", "divisibleBy", "extends", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _APPLIED = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependencies")
+_NOT_NULL = (
+    "type", "enum", "properties", "required", "additionalProperties", "patternProperties", "items", "prefixItems", "pattern",
+    "anyOf", "oneOf", "allOf", "not", "multipleOf", *_COUNTS, *BOUNDS,
+)  # fmt: skip
 # Words of one part of an allOf that may as well stand beside it.
 _MERGED = frozenset({"const", "enum", "type", "not", "pattern", "format", *_COUNTS[:2], *BOUNDS})
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
@@ -155,8 +160,9 @@ class Translator:
         if not isinstance(node, dict):
             self.left_out.add("schema")
             return True
-        # What is null is not said.
+        # What is null is not said: to some clients no more than that, to the specification a mistake.
         node_ = {word: value for word, value in node.items() if value is not None or word == "const"}
+        self.left_out |= {word for word in _NOT_NULL if word in node and word not in node_}
         if "$ref" in node_ and self._old:
             return self._reference(node)
         for word in _NEVER:

@@ -78,7 +78,7 @@ def test_names_like_a_pattern() -> None:
     schema = {
         "type": "object",
         "properties": {"x-a": {"type": "integer"}, "b": {"type": "null"}},
-        "patternProperties": {"^x-": {"maximum": 3, "type": "integer"}, "/z$": {"type": "boolean"}},
+        "patternProperties": {"^x-": {"maximum": 3, "type": "integer"}, "^y.*/z$": {"type": "boolean"}},
         "additionalProperties": False,
     }
     matcher = of_schema(schema, any_order=True)
@@ -103,6 +103,36 @@ def test_no_number_goes_on_without_end(schema: dict[str, Any]) -> None:
         if state.try_consume_tokens(text) == len(text):
             assert 0 < state.try_consume_tokens([ord("3")] * 60) < 25
     assert allows(matcher, '{"n": 123456789}')
+
+
+def test_an_enumeration_may_be_long() -> None:
+    values = [f"value-{i:04d}" for i in range(3000)]
+    matcher = of_schema({"type": "object", "properties": {"v": {"enum": [*values, 2.0, None]}}, "required": ["v"]})
+    for value in (values[0], values[-1], 2, 2.0, None):
+        assert allows(matcher, json.dumps({"v": value}))
+        state = matcher.deep_copy()
+        for byte in json.dumps({"v": value}).encode():
+            assert state.compute_bitmask()
+            assert state.consume_token(byte), state.get_error()
+    assert not allows(matcher, '{"v": "value-9999"}')
+
+
+FORMATS_NEARLY: dict[str, tuple[list[str], list[str]]] = {
+    "regex": (["^[a-z]{3,16}$", "(?:a|b)*c?", r"\\d+"], ["*", "[a", "(", "a**b("]),
+    "json-pointer": (["", "/a/b~1c"], ["a", "/a~2"]),
+    "uri-reference": (["a/b?c=d#e", "https://e.x/%20", "", "mailto:a@b"], ["://", "a b", "%zz"]),
+    "iri": (["http://é.x/"], ["é x"]),
+    "idn-email": (["ü@é.x"], ["ü"]),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS_NEARLY)
+def test_formats_of_the_specification_are_held(kind: str) -> None:
+    matcher = of_schema({"type": "string", "format": kind})
+    good, bad = FORMATS_NEARLY[kind]
+    assert all(allows(matcher, json.dumps(text, ensure_ascii=False)) for text in good)
+    assert not any(allows(matcher, json.dumps(text, ensure_ascii=False)) for text in bad)
+    assert allows(of_schema({"type": "string", "format": "path"}), '"any text"')
 
 
 def test_ids_and_measurements_of_others_fit() -> None:

@@ -79,6 +79,8 @@ def some_schema(rng: random.Random, depth: int) -> Any:
                 "patternProperties": {"^a$": inner(), "^(b|ab)$": inner()},
                 "additionalProperties": False,
             },
+            {"type": "object", "patternProperties": {"^a": inner(), "b$": inner()}},
+            {"type": "object", "patternProperties": {"^a.": inner(), "^b": inner()}, "additionalProperties": inner()},
             {"type": "object", "properties": {"a": inner(), "b": inner()}, "minProperties": 1},
             {"type": "object", "required": ["a"], "additionalProperties": inner()},
             {"type": "array", "items": [inner(), inner()], "additionalItems": False},
