@@ -43,6 +43,11 @@ _COLD = (1.0, 1.0, math.inf, 0.0, 0.0)
 BEST = SampleSpec(0.0, 0, 1.0, 0.0, 0.0)
 
 
+def may_decide(spec: SampleSpec | None, n: int) -> bool:
+    """False where a token that is chosen so (None: the best one) can't be found among the `n` greatest."""
+    return spec is None or spec.temperature <= 0 or 0 < spec.top_k < n
+
+
 def choose_few(top: TopRows, chunks: Seq[Chunk], where: Seq[int]) -> list[int | None]:
     """For each of the `chunks` the token behind it; None where that is left open, or its number is not in `where`, which says whose
     rows the `top` are."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from localllm_backends.candidates import Rows
 from localllm_backends.contract import (
     Backend,
     BackendFailure,
@@ -34,6 +36,7 @@ from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, model_info
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import GGML_TYPES, BufferSizes, has_gpu, log
 from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, bytes_for
+from localllm_backends.llamacpp.top_logits import SortedOut, TopLogits
 from localllm_backends.llamacpp.weights import fingerprint
 
 
@@ -45,17 +48,9 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
     _projector_bytes = 0
 
     def __init__(
-        self,
-        llama: Any,
-        model: Any,
-        context: Any,
-        spec: LoadSpec,
-        path: Path,
-        sizes: BufferSizes,
-        *,
-        recurrent: bool,
-        heads: MtpHeads | None = None,
-    ) -> None:
+        self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, sizes: BufferSizes, *,
+        recurrent: bool, heads: MtpHeads | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(llama, model)
         self._heads, self._sizes = heads, sizes
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
@@ -76,6 +71,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         plain = not self._n_swa and not recurrent
         self._spare: int | None = n_native - 1 if plain else None
         self._slices: PausingPrefill | None = None
+        self._top = TopLogits(llama, context, self._n_vocab)
         apart = not plain and n_native > spec.n_seq_max
         self._states = States(llama, context, n_native - 1) if apart else None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
@@ -102,6 +98,13 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             # Not run on a GPU: there a step's micro-batch is short anyway.
             sliced_prefill=plain and heads is None and not on_device,
         )
+        if self.capabilities.asynchronous and plain:
+            self.sort_where_computed()
+
+    def sort_where_computed(self) -> None:
+        """With several streams the greatest logits are sorted out by what computes them: for devices, whose rows are far."""
+        self._top.able = True
+        self.capabilities = replace(self.capabilities, samples=True)
 
     # --- sequences -----------------------------------------------------------------------------------------------
 
@@ -234,6 +237,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         self, batch: Batch | EmbeddingBatch, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n: int
     ) -> LlamaCppStepResult:
         """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
+        few = self._top.prepare(chunks)
         decode = partial(self._interrupts.decode, batch.native, can_end=self._can_undo(chunks))
         code = self._slices.beside(decode) if self._slices is not None else decode()
         if code == 1 and self._part_windows(chunks):
@@ -257,7 +261,19 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             # A device may only have taken the order: whoever times this step wants to know when it is done.
             self._llama.llama_synchronize(self._context)
             return LlamaCppStepResult(lambda: np.empty((0, self._n_vocab), dtype=np.float32), offsets)
-        return LlamaCppStepResult(partial(self._logits.rows, n), offsets)
+        if not few:
+            return LlamaCppStepResult(partial(self._logits.rows, n), offsets)
+        ends = {c.sequence: self._positions.last(c.sequence, self._ledger.length(c.sequence)) for c in chunks}
+        sorted_out = SortedOut(self._top, chunks, few, lambda c: self._compute_again(c, ends[c.sequence]))
+        return LlamaCppStepResult(partial(self._logits.rows, n), offsets, sorted_out)
+
+    def _compute_again(self, chunk: Chunk, position: int) -> Rows:
+        """The last row of a chunk whose few greatest logits did not do."""
+        self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, position, -1)
+        self._batch.alone(chunk.sequence, position, chunk.tokens[-1])
+        if self._interrupts.decode(self._batch.native, can_end=False):
+            raise StepError("llama_decode failed where a row was wanted whole")
+        return self._logits.rows(1)
 
     def _end(self, sequence: SequenceId) -> int:
         """The position of the next token of a sequence that ends in no unfinished image."""
@@ -426,8 +442,8 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
         """A sequence sharing the first `n_tokens` cells of `source`, with their state."""
-        if not 0 < n_tokens <= self._ledger.length(source):
-            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {self._ledger.length(source)} tokens")
+        if not 0 < n_tokens <= (held := self._ledger.length(source)):
+            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {held} tokens")
         target = self.new_sequence()
         self._share(source, target, n_tokens)
         try:
@@ -447,19 +463,9 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
     def _magic(self) -> bytes:
         return kv_blocks.MAGIC if self._heads is None else kv_blocks.MAGIC_MTP
 
-    # --- facts ---------------------------------------------------------------------------------------------------
-
     def memory(self) -> MemoryReport:
         """What llama.cpp said it allocated for the context (and the draft heads'), and the weights' own bytes."""
-        return MemoryReport(
-            weights_bytes=int(self._llama.llama_model_size(self._model)),
-            kv_bytes=self._sizes.kv_bytes,
-            recurrent_bytes=self._sizes.recurrent_bytes,
-            compute_bytes=self._sizes.compute_bytes,
-            output_bytes=self._sizes.output_bytes,
-            projector_bytes=self._projector_bytes,
-            places=dict(self._sizes.places),
-        )
+        return self._sizes.report(int(self._llama.llama_model_size(self._model)), self._projector_bytes)
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
@@ -468,6 +474,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         if self._context is not None:
             if self._heads is not None:
                 self._heads.free()
+            self._top.close()
             self._llama.llama_free(self._context)
             self._llama.llama_model_free(self._model)
             self._context = self._model = None
@@ -477,15 +484,9 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             raise BackendFailure("a backend belongs to the thread that loaded it")
 
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
+        # What is stored with the heads' KV is of no use without them.
+        mark = fingerprint(path) + ("-mtp" if self._heads is not None else "")
         return model_info(
-            self,
-            self._llama,
-            self._model,
-            self._spec,
-            # What is stored with the heads' KV is of no use without them, and the other way round.
-            fingerprint=fingerprint(path) + ("-mtp" if self._heads is not None else ""),
-            n_ctx=self._ledger.capacity,
-            n_seq_max=len(self._idle),
-            n_batch=n_batch,
-            n_outputs=self._n_outputs,
-        )
+            self, self._llama, self._model, self._spec, fingerprint=mark, n_ctx=self._ledger.capacity,
+            n_seq_max=len(self._idle), n_batch=n_batch, n_outputs=self._n_outputs,
+        )  # fmt: skip

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from localllm_backends.contract import StepResult
 from localllm_backends.llamacpp.threads import Threads
+from localllm_backends.llamacpp.top_logits import SortedOut
 
 
 class Batch:
@@ -37,6 +38,11 @@ class Batch:
 
     def clear(self) -> None:
         self.native.n_tokens = 0
+
+    def alone(self, sequence: int, position: int, token: int) -> None:
+        """Nothing but one token that wants logits."""
+        self.clear()
+        self.add(sequence, position, [token], 1)
 
     def add(self, sequence: int, start: int, tokens: Seq[int], outputs: int) -> None:
         """Append `tokens` at positions from `start`; the last `outputs` of them want logits."""
@@ -102,23 +108,37 @@ class LogitsView:
 
 
 class LlamaCppStepResult(StepResult):
-    """Logits of the last step: a view of llama.cpp's own output rows. Asking for them waits for a device to compute them."""
+    """Logits of the last step: a view of llama.cpp's own output rows. Asking for them waits for a device to compute them; some of them
+    may be `sorted_out` there."""
 
-    def __init__(self, rows: Callable[[], NDArray[np.float32]], offsets: list[tuple[int, int]]) -> None:
-        self._read, self._offsets = rows, offsets
+    def __init__(
+        self,
+        rows: Callable[[], NDArray[np.float32]],
+        offsets: list[tuple[int, int]],
+        sorted_out: SortedOut | None = None,
+    ) -> None:
+        self._read, self._offsets, self._sorted_out = rows, offsets, sorted_out
 
     @cached_property
     def rows(self) -> NDArray[np.float32]:
-        """All of them, of all chunks."""
+        """All of them, of all chunks; those that were sorted out hold nothing of use."""
         return self._read()
 
     def argmax(self, chunk: int) -> list[int]:
-        start, stop = self._offsets[chunk]
-        return [int(self.rows[i].argmax()) for i in range(start, stop)]
+        token = self._sorted_out.token(chunk) if self._sorted_out is not None else None
+        return [int(row.argmax()) for row in self.logits(chunk)] if token is None else [token]
+
+    def sampled(self, chunk: int) -> int | None:
+        return self._sorted_out.token(chunk) if self._sorted_out is not None else None
 
     def logits(self, chunk: int) -> NDArray[np.float32]:
         start, stop = self._offsets[chunk]
-        return self.rows[start:stop]
+        if self._sorted_out is None or chunk not in self._sorted_out.numbers:
+            return self.rows[start:stop]
+        if len(self._sorted_out.numbers) < len(self._offsets) and "rows" not in self.__dict__:
+            # Computing one again writes over the others.
+            self.rows = self._read().copy()
+        return self._sorted_out.row(chunk)
 
 
 # Asking costs a microsecond per node: nothing beside a step with so many tokens, a twentieth of a small model's with one.

@@ -12,6 +12,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from localllm_backends.values import MemoryReport
+
 # CUDA counts the fastest card first, the driver's tools by PCI address. Plans name cards as the tools do; read when the library
 # starts, in whichever process that is.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -35,6 +37,13 @@ class BufferSizes:
     output_bytes: int = 0
     model_bytes: int = 0
     places: Counter[str] = field(default_factory=Counter)
+
+    def report(self, weights_bytes: int, projector_bytes: int) -> MemoryReport:
+        """The same with the weights' own bytes."""
+        return MemoryReport(
+            weights_bytes, self.kv_bytes, self.recurrent_bytes, self.compute_bytes, self.output_bytes, projector_bytes,
+            dict(self.places),
+        )  # fmt: skip
 
     def plus(self, other: BufferSizes) -> BufferSizes:
         return BufferSizes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -1,0 +1,83 @@
+"""llama.cpp sorts out the greatest logits where they are computed: the same tokens as from whole rows. Here its processor
+stands in for a device, which it does on purpose ("CPU backend always supported")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.drive import GREEDY, Outcome, run
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Generation, Request, Sampling
+from localllm_backends.contract import Chunk, LoadSpec, SampleSpec
+from localllm_backends.llamacpp import backend_type
+from localllm_backends.llamacpp.backend import LlamaCppBackend
+
+SAMPLINGS = (
+    GREEDY,
+    Sampling(),
+    Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
+    Sampling(top_k=64, min_p=0.0, repeat_penalty=1.2),
+    Sampling(temperature=0.0, presence_penalty=1.0),
+    Sampling(logit_bias={30: 5.0, 40: -100.0}),
+)
+
+
+@pytest.fixture(params=[False, True])
+def backend(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[LlamaCppBackend]:
+    made = backend_type.load(LoadSpec(str(smollm2), n_ctx=1024, n_seq_max=8))
+    assert isinstance(made, LlamaCppBackend)
+    if request.param:
+        made.sort_where_computed()
+    yield made
+    made.close()
+
+
+_answers: list[Outcome] = []
+
+
+def test_answers_are_those_from_whole_rows(backend: LlamaCppBackend) -> None:
+    """Six streams of every kind; the same prompt in each, so that the first tokens hang on nothing but who chooses."""
+    engine = Engine(backend, EngineSettings(headroom_bytes=0))
+    prompt = backend.tokenize("Once upon a time there was a lighthouse")
+    outcome = run(
+        engine,
+        *(
+            Request(f"r{i}", prompt, Generation(replace(s, seed=i), max_tokens=12, ignore_eos=True), draft="off")
+            for i, s in enumerate(SAMPLINGS)
+        ),
+    )
+    backend.check_integrity()
+    _answers.append(outcome)
+    assert all(len(t) == 12 for t in outcome.tokens.values())
+    if len(_answers) == 2:
+        assert _answers[0].tokens == _answers[1].tokens
+
+
+def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend) -> None:
+    """What the few don't decide is computed again, whoever else is in the step; lengths stay what they were."""
+    if not backend.capabilities.samples:
+        backend.sort_where_computed()
+    text = backend.tokenize("The weather in the mountains was")
+    sequences = [backend.new_sequence() for _ in range(6)]
+    spec = SampleSpec(0.8, 40, 0.95, 0.05, 0.3)
+    chunks = [Chunk(s, text, sample=spec, few=True) if i != 1 else Chunk(s, text) for i, s in enumerate(sequences)]
+    result = backend.step(chunks)
+    whole = result.logits(1)[0].copy()
+    tokens = [result.sampled(i) for i in (0, 2, 3, 4, 5)]
+    assert tokens[0] is not None
+    assert len(set(tokens)) == 1, "five times the same row and the same draw"
+    assert result.sampled(1) is None
+    again = result.logits(2)[0]
+    assert int(again.argmax()) == int(whole.argmax())
+    assert abs(again - whole).max() < 0.2, "the same row but for how it was batched"
+    assert (result.logits(1)[0] == whole).all(), "what was there before"
+    assert [backend.length(s) for s in sequences] == [len(text)] * 6
+    backend.check_integrity()
+    after = backend.step([Chunk(s, [tokens[0]], sample=spec, few=True) for s in sequences])
+    assert len({after.sampled(i) for i in (0, 3, 4, 5)}) == 1
+    alone = backend.step([Chunk(sequences[0], [tokens[0]], few=True)])
+    assert alone.argmax(0) == [int(alone.logits(0)[0].argmax())], "one stream's row is read whole"
