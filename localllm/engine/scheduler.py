@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 STALL_RATIO = 7.0
+# On a device a step is short and a prompt's token cheap: no gap is longer than two steps, or than nobody sees (seconds).
+_DEVICE_RATIO, _DEVICE_GAP_S = 2.0, 0.03
 # A slice of time ends where it should, a chunk where it was guessed to: with the step behind it it may take longer than
 # a step with a chunk. Where the steps themselves are slow it is still worth its while.
 _SLICE_RATIO = 8.0
@@ -163,8 +165,13 @@ class ChunkSizer:
         """Prefill tokens allowed in a step that also decodes."""
         if self._decode_s is None or self._token_s is None:
             return min(self._n_batch, 2 * _MIN_CHUNK)
-        tokens = (STALL_RATIO - 1.0) * self._decode_s / max(self._token_s, 1e-9)
-        return int(max(_MIN_CHUNK, min(self._n_batch, tokens)))
+        others_s = (STALL_RATIO - 1.0) * self._decode_s
+        if self._on_device:
+            others_s = max((_DEVICE_RATIO - 1.0) * self._decode_s, _DEVICE_GAP_S - self._decode_s)
+        tokens = int(others_s / max(self._token_s, 1e-9))
+        # What begins a tile pays for the whole of it, on a device at least.
+        tokens = tokens // _TILE * _TILE if self._on_device and tokens >= _TILE else tokens
+        return max(_MIN_CHUNK, min(self._n_batch, tokens))
 
     def slice_s(self, last_step_s: float) -> float:
         """Seconds of other work that may come before the next decode step, which will take about as long as the last."""

@@ -184,3 +184,58 @@ def test_rows_of_equal_logits_are_left_to_whoever_sees_them_whole(k: int) -> Non
     whole = EmulatedDevice(np.zeros((4, N_VOCAB), dtype=np.float32), top=0, spell=spell)
     generation = Generation(replace(Sampling(), top_k=k, seed=4), max_tokens=8)
     assert run(engine_on(backend), asked(0, generation)).tokens == run(engine_on(whole), asked(0, generation)).tokens
+
+
+def steps_of(engine: Engine, backend: EmulatedDevice, request: Request) -> list[float]:
+    """Virtual seconds of each step until `request` ends."""
+    engine.submit(request, list(request.prompt))
+    took = []
+    while engine.has_work:
+        began = backend.clock.now()
+        engine.step()
+        took.append(backend.clock.now() - began)
+    return took
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_that(pause: bool) -> None:
+    """32,000 idle tokens of an 8B model make a step of 7 ms 4 ms longer: a newcomer has that for no more than a second."""
+
+    def made() -> tuple[EmulatedDevice, Engine]:
+        speeds = Speeds(step_s=7e-3, kv_token_bytes=131_072, bytes_s=1e12)
+        backend = EmulatedDevice(rows(1), speeds, spell=spell)
+        return backend, Engine(backend, EngineSettings(headroom_bytes=0, cache_bytes=2**30), clock=backend.clock.now)
+
+    backend, engine = made()
+    alone = steps_of(engine, backend, asked(0, Generation(GREEDY, max_tokens=400)))
+    backend, engine = made()
+    long = Request("long", list(range(3, 500)) * 64, Generation(GREEDY, max_tokens=2))
+    run(engine, long)
+    if pause:
+        while engine.idle():
+            pass
+    beside = steps_of(engine, backend, asked(0, Generation(GREEDY, max_tokens=400)))
+    n = next(i for i in range(len(beside)) if sum(beside[:i]) > 1.0)
+    assert sum(beside[n:]) / len(beside[n:]) <= 1.03 * sum(alone[n:]) / len(alone[n:])
+    assert max(beside) <= 2 * max(alone[5:]) + 0.005, "an export stood in the way"
+    again = run(engine, replace(long, id="again"))
+    assert again.finish("again").usage.cached_tokens >= len(long.prompt) - 1, "what left comes back"
+
+
+@pytest.mark.parametrize("step_s", [4e-3, 25e-3])
+def test_beside_a_long_prompt_no_gap_is_longer_than_two_steps_or_30_ms(step_s: float) -> None:
+    backend = EmulatedDevice(rows(1), Speeds(step_s=step_s, prefill_tok_s=8e3), spell=spell, n_batch=512)
+    engine = engine_on(backend)
+    for i in range(4):
+        request = asked(i, Generation(GREEDY, max_tokens=400))
+        engine.submit(request, list(request.prompt))
+    for _ in range(40):
+        engine.step()
+    before = len(backend.chunks)
+    long = Request("long", list(range(3, 500)) * 16, Generation(GREEDY, max_tokens=2))
+    took = steps_of(engine, backend, long)
+    beside = [sum(n for n in chunks if n > 1) for chunks in backend.chunks[before:]]
+    reading = [s for s, n in zip(took, beside, strict=False) if n]
+    assert sum(beside) >= len(long.prompt) - 1
+    assert max(reading) <= 1.1 * max(2 * step_s, 0.03)
+    assert sum(n % 64 != 0 for n in beside[12:] if n > 64) <= 1, "whole tiles, but for the last"

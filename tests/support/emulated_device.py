@@ -195,7 +195,8 @@ class EmulatedDevice(Backend):
         self._lengths[sequence] = stop
 
     def memory(self) -> MemoryReport:
-        return MemoryReport(0, self.info.n_ctx * self.speeds.kv_token_bytes, 0, 0, 0)
+        weights_bytes = round(self.speeds.step_s * self.speeds.bytes_s)
+        return MemoryReport(weights_bytes, self.info.n_ctx * self.speeds.kv_token_bytes, 0, 0, 0)
 
     def check_integrity(self) -> None:
         assert self.cells_free() >= 0

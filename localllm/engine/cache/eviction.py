@@ -257,10 +257,10 @@ class IdleSequence:
         return self.state == "exported"
 
 
-def may_leave(idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool) -> list[IdleSequence]:
-    """Those that leave the context: every token held there slows every other sequence, where KV lies in this machine's
-    memory. Unless others are `busy` one stays, for the next turn of the chat just answered."""
-    if able.kv_on_device:
+def may_leave(idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool, step_share: float) -> list[IdleSequence]:
+    """Those that leave the context: every token held there slows every other sequence. On a device only where others are `busy`, and
+    what idle ones cost them is worth it (`may_stay`). Unless others are `busy` one stays, for the next turn of the chat just answered."""
+    if able.kv_on_device and not (busy and step_share > tunables.IDLE_STEP_SHARE):
         return []
     return [i for i in (idle if busy else idle[:-1]) if i.exported]
 
@@ -270,9 +270,11 @@ def context_order(idle: Sequence[IdleSequence]) -> list[IdleSequence]:
     return sorted(idle, key=lambda i: not i.exported)
 
 
-def may_stay(able: Capabilities, info: ModelInfo, cells_free: int, n_sequences: int) -> bool:
-    """Is there nothing to be gained by exporting while others run? A device's KV is dear to read out."""
-    return able.kv_on_device and cells_free > tunables.FEW_CELLS_SHARE * info.n_ctx and n_sequences < info.n_seq_max
+def may_stay(able: Capabilities, info: ModelInfo, cells_free: int, n_sequences: int, step_share: float) -> bool:
+    """Is there nothing to be gained by exporting while others run? A device's KV is dear to read out; idle tokens make each step longer
+    by about `step_share`, their bytes' part of the weights'."""
+    room = cells_free > tunables.FEW_CELLS_SHARE * info.n_ctx and n_sequences < info.n_seq_max
+    return able.kv_on_device and room and step_share <= tunables.IDLE_STEP_SHARE
 
 
 def export_time_s(able: Capabilities, n_tokens: int, prefill_tok_s: float | None) -> float:

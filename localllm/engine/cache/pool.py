@@ -9,8 +9,8 @@ until somebody else comes: every token held in a unified KV cache slows every ot
 One that could not be exported (yet) stays while nobody needs its cells: that costs speed, dropping it costs a prefill.
 
 Where KV lies on a device, reading it out is what costs: there every sequence stays while there are cells and sequences
-for it, and is exported between requests, or, once they run short, bit by bit between steps. Which leave
-first: cache/eviction.py.
+for it and its tokens don't make others' steps longer, and is exported between requests, or, once they run short, bit by bit
+between steps. Which leave first: cache/eviction.py.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class SequencePool:
         self.running: Callable[[], Iterable[RunningSequence]] = tuple
         kv.budget.in_context = self._in_context
         self._leaving: int | None = None
+        held = backend.memory()
+        self._token_share = held.kv_bytes / backend.info.n_ctx / max(held.weights_bytes, 1)
         self.restored_tokens = 0
 
     @property
@@ -307,7 +309,7 @@ class SequencePool:
         self._sync()
         info, able = self._backend.info, self._backend.capabilities
         n_sequences = live + len(self._idle)
-        if not (busy and eviction.may_stay(able, info, self._backend.cells_free(), n_sequences)):
+        if not (busy and eviction.may_stay(able, info, self._backend.cells_free(), n_sequences, self._step_share)):
             for idle in self._idle:
                 if not idle.exported and self._export_next(idle):
                     break
@@ -398,8 +400,14 @@ class SequencePool:
     def _has_room(self, cells: int, live: int) -> bool:
         return self._backend.cells_free() >= cells and live + len(self._idle) <= self._backend.info.n_seq_max
 
+    @property
+    def _step_share(self) -> float:
+        """What idle tokens add to a step, about: a step reads the weights, and all KV."""
+        return self._token_share * sum(len(idle.tokens) for idle in self._idle)
+
     def _evict_exported(self, *, busy: bool) -> None:
-        for idle in eviction.may_leave(self._idle, self._backend.capabilities, busy=busy):
+        able = self._backend.capabilities
+        for idle in eviction.may_leave(self._idle, able, busy=busy, step_share=self._step_share):
             self._drop(idle)
 
     def _evict(self, idle: IdleSequence) -> None:

@@ -14,6 +14,8 @@ FEW_CELLS_SHARE = 0.25
 # seconds; what is only in memory, or only on disk, and was used since then makes no way for a sequence that could stay in the
 # context: agents and people come back within the hour, and reading a prompt again costs more than the cells it keeps busy
 FORGOTTEN_S = 3600.0
+# share of a step; on a device idle sequences leave beside running requests once attention over them costs more than this
+IDLE_STEP_SHARE = 0.03
 # seconds; closing waits this long for the writer to make room for what is not exported yet
 CLOSE_S = 10.0
 
