@@ -19,6 +19,8 @@ _VRAM_VISIBLE = 0.995
 # GB10: MemTotal 127600748 kB of 128 GiB; Jetson: 15.3 of 16 GiB on an Orin NX
 # (https://github.com/Andyyyy64/whichllm/pull/165).
 _VISIBLE = {"GB10": 127_600_748 * 1024 / (128 * GIB), "N1X": 0.95, "Jetson": 15.3 / 16}
+# Cards that no screen is on.
+_NO_SCREENS = ("workstation/datacenter", "Instinct")
 # Strix and Gorgon Halo with the kernel's GTT limit raised as advised: 110 GiB of 128.
 _HALO_REACH = 110 / 128
 
@@ -249,22 +251,24 @@ def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
         return Memory(installed, limit, limit, "assumed", "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"), [note]
     if row.kind == "discrete":
         visible = int(installed * _VRAM_VISIBLE)
-        return Memory(visible, visible, visible, "datasheet", f"{gb:g} GB, of which 99.5 % shows"), []
+        screens = not row.family.startswith(_NO_SCREENS)
+        return usable.described_card(visible, f"{gb:g} GB, of which 99.5 % shows", screens=screens), []
     if "Halo" in row.family:
         limit = int(installed * _HALO_REACH)
         pages = usable.gtt_pages_advised(installed)
         note = Finding(
             "info", "assumes the GTT limit is raised (Linux gives half by default)", f"ttm.pages_limit={pages}"
         )
-        return Memory(installed, limit, limit, "assumed", "GTT raised: 110 of 128 GiB"), [note]
+        return Memory(installed, limit, limit, "assumed", "GTT raised: 110 of 128 GiB", installed - limit), [note]
+    headless = row.family in _VISIBLE
     visible = int(installed * _VISIBLE.get(row.family, 1.0))
-    memory = usable.shared_pool(visible, visible, "what the system shows, less 5 %")
-    return replace(memory, basis="datasheet" if row.family in _VISIBLE else "assumed"), []
+    memory = usable.described_pool(visible, "what the system shows, less what it keeps", headless=headless)
+    return replace(memory, basis="datasheet" if headless else "assumed"), []
 
 
 def _described(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
     """A machine that is in no table, described by its two figures: planned as one pool of system memory."""
-    memory = usable.shared_pool(int(memory_gb * GIB), int(memory_gb * GIB), "--memory, less 5 %")
+    memory = usable.described_pool(int(memory_gb * GIB), "--memory, less what the system keeps")
     return Device(
         name=name,
         kind="system",
@@ -286,7 +290,7 @@ def _system(computer: _Computer, memory_gb: float | None, bandwidth_gbps: float 
         gb = 32.0
         findings.append(Finding("info", "its memory size was not said: took 32 GB", "--memory GB"))
     size = int(gb * GIB)
-    memory = replace(usable.shared_pool(size, size, "what was said, less 5 %"), basis="given")
+    memory = replace(usable.described_pool(size, "what was said, less what the system keeps"), basis="given")
     return Device(
         name=f"{cpu.name} {gb:g} GB",
         kind="system",
@@ -334,6 +338,8 @@ def _together(devices: list[Device]) -> Device:
     if len(found) == 1:
         return found[0]
     findings = tuple(dict.fromkeys(finding for device in devices for finding in device.findings))
+    # The screens are on one of them.
+    found[1:] = [replace(c, memory=usable.given_back(c.memory, c.memory.others_bytes)) for c in found[1:]]
     return replace(cards.together(cards.numbered(found)), findings=findings)
 
 
@@ -345,35 +351,56 @@ def _with_host(device: Device, computer: _Computer) -> Device:
     if ram is None or ram.size_gb is None or device.kind != "discrete":
         return device
     size = int(ram.size_gb * GIB)
-    host = replace(usable.shared_pool(size, size, "what was said, less 5 %"), basis="given")
+    host = replace(usable.described_pool(size, "what was said, less what the system keeps", device.os), basis="given")
     known = device.host_bandwidth_gbps
     figure = known if known and not device.simulated else _ram_bandwidth(cpu, ram)
     return replace(device, host=host, host_bandwidth_gbps=figure)
 
 
-def with_memory(device: Device, *, ram_gb: float | None = None, vram_headroom_gb: float = 0.0) -> Device:
-    """`device` beside so much system memory (GiB as sold), and with so much of its own (GB) left to others. Raises UsageError."""
+def with_memory(
+    device: Device,
+    *,
+    ram_gb: float | None = None,
+    vram_headroom_gb: float | None = None,
+    headroom_gb: float | None = None,
+) -> Device:
+    """`device` beside so much system memory (GiB as sold), and with so much (GB) of its own, and of the system's, left to
+    others, instead of what is assumed. Raises UsageError."""
     if ram_gb is not None:
         if device.kind != "discrete":
             raise UsageError(f"{device.name} has one memory: say its size, such as {device.name.split(' ')[0]} 64GB")
         device = replace(_with_host(device, _Computer([], ram=TypedRam(ram_gb))), simulated=True)
-    if vram_headroom_gb > 0:
-        keep = int(vram_headroom_gb * 1e9)
-        memory = device.memory
-        if keep >= memory.limit_bytes:
-            raise UsageError(
-                f"--vram-headroom {vram_headroom_gb:g} leaves nothing of {memory.limit_bytes / 1e9:.1f} GB"
-            )
-        # Of several cards each keeps its part.
-        share = (memory.limit_bytes - keep) / memory.limit_bytes
-        each = tuple(replace(card, memory=_smaller(card.memory, share)) for card in device.cards)
-        device = replace(device, memory=_smaller(memory, share), cards=each)
+    if vram_headroom_gb is not None:
+        device = _keeping_of_cards(device, vram_headroom_gb)
+    if headroom_gb is not None:
+        apart = device.kind == "discrete"
+        if (pool := device.host if apart else device.memory) is not None:
+            if headroom_gb * 1e9 >= pool.total_bytes:
+                raise UsageError(f"--headroom {headroom_gb:g} leaves nothing of {pool.total_bytes / 1e9:.1f} GB")
+            most = pool.limit_bytes
+            pool = usable.keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
+            if device.accelerator == "metal":  # what macOS gives the GPU stays its own affair
+                pool = replace(pool, limit_bytes=min(most, pool.limit_bytes))
+                pool = replace(pool, available_bytes=min(pool.available_bytes, pool.limit_bytes))
+            device = replace(device, host=pool) if apart else replace(device, memory=pool)
     return device
 
 
-def _smaller(memory: Memory, share: float) -> Memory:
-    limit = round(memory.limit_bytes * share)
-    return replace(memory, limit_bytes=limit, available_bytes=min(memory.available_bytes, limit))
+def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
+    """Of several cards each keeps its part. What a described card's screens would take is in what is said."""
+    keep, whole = int(headroom_gb * 1e9), device.memory
+    if keep >= whole.limit_bytes:
+        raise UsageError(f"--vram-headroom {headroom_gb:g} leaves nothing of {whole.limit_bytes / 1e9:.1f} GB")
+
+    def kept(memory: Memory) -> Memory:
+        part = round(keep * memory.limit_bytes / whole.limit_bytes)
+        others = 0 if device.simulated else memory.others_bytes
+        left = max(0, memory.limit_bytes - part)
+        now = min(left, max(0, memory.total_bytes - part - others))
+        return replace(memory, limit_bytes=left, available_bytes=now, system_bytes=part, others_bytes=others)
+
+    each = tuple(replace(card, memory=kept(card.memory)) for card in device.cards)
+    return replace(device, memory=kept(whole), cards=each)
 
 
 def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None) -> Device:
@@ -381,7 +408,13 @@ def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps
     _check_overrides(memory_gb, bandwidth_gbps)
     if memory_gb is not None:
         size = int(memory_gb * GIB)
-        device = replace(device, memory=Memory(size, size, size, "given", "--memory"), simulated=True, cards=())
+        if device.kind == "discrete":
+            memory = usable.described_card(size, "--memory", screens=True)
+        else:
+            memory = usable.described_pool(size, "--memory, less what the system keeps", device.os)
+            if device.accelerator == "metal":
+                memory = usable.mac(size, None, None, None)
+        device = replace(device, memory=replace(memory, basis="given"), simulated=True, cards=())
     if bandwidth_gbps is not None:
         figure = Figure(bandwidth_gbps, "given", "--bandwidth")
         device = replace(device, bandwidth_gbps=figure, simulated=True)

@@ -33,6 +33,36 @@ def shared_pool(total_bytes: int, available_bytes: int, source: str) -> Memory:
     return Memory(total_bytes, limit, now, "reported", source, keep, others)
 
 
+# What an idle system has of its own, beside the headroom, and a desktop of the card that drives its screens: assumed, by what
+# people's machines show (a Windows 11 desktop 3 to 5 GB, Linux 1 to 2; of cards 0.5 to 1 GB with a browser open).
+_IDLE_BYTES = {"Windows": 4 * GIB}
+_USUAL_IDLE_BYTES, _IDLE_SHARE = 2 * GIB, 1 / 8
+_DESKTOP_BYTES, _DESKTOP_SHARE = 768 * MIB, 1 / 16
+
+
+def described_pool(total_bytes: int, source: str, os: str = "", *, headless: bool = False) -> Memory:
+    """System memory of a machine that is only described: all but the headroom and, where it has a desktop, what an idle
+    system of this `os` has."""
+    idle = 0 if headless else min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
+    keep = headroom_bytes(total_bytes) + idle
+    limit = total_bytes - keep
+    return Memory(total_bytes, limit, limit, "assumed", source, keep)
+
+
+def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
+    """A card of a machine that is only described: all but the margin, and a desktop's part where it drives `screens`."""
+    desktop = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes)) if screens else 0
+    return replace(vram(total_bytes, desktop, 0, source), basis="datasheet")
+
+
+def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
+    """The account where `n_bytes` are kept, for whatever was assumed to be, beside what others have."""
+    keep = min(n_bytes, memory.total_bytes)
+    limit = max(0, min(memory.limit_bytes + memory.system_bytes, memory.total_bytes) - keep)
+    now = max(0, min(memory.total_bytes - keep - others_bytes, limit))
+    return replace(memory, limit_bytes=limit, available_bytes=now, system_bytes=keep, others_bytes=others_bytes)
+
+
 def in_container(total_bytes: int, available_bytes: int, limit: CgroupLimit | None) -> tuple[int, int, str]:
     """(total, available, why) of system memory under a cgroup limit: /proc/meminfo shows the host's, not ours."""
     if limit is None or limit.limit_bytes >= total_bytes:

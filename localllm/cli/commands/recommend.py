@@ -71,8 +71,12 @@ def recommend(
         float | None, typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB.")
     ] = None,
     vram_headroom: Annotated[
-        float, typer.Option("--vram-headroom", metavar="GB", min=0.0, help="GB of its GPU's memory to leave to others.")
-    ] = 0.0,
+        float | None,
+        typer.Option("--vram-headroom", metavar="GB", min=0.0, help="GB of its GPU's memory to leave to others."),
+    ] = None,
+    headroom: Annotated[
+        float | None, typer.Option("--headroom", metavar="GB", min=0.0, help="GB of system memory to leave to others.")
+    ] = None,
     gpu_layers: GpuLayers = None,
     cpu_moe: CpuMoe = None,
     split: Split = None,
@@ -114,8 +118,8 @@ def recommend(
             names or [], _workload(purpose, context, parallel, min_speed), everything=everything, as_json=as_json
         )
         return
-    asks_one = (sees, as_list, as_json, explain, at, plot, names, what_if, everything, check, model, bandwidth, ram, vram_headroom,
-                parallel > 1, min_speed, gpu_layers, cpu_moe, split)  # fmt: skip
+    asks_one = (sees, as_list, as_json, explain, at, plot, names, what_if, everything, check, model, bandwidth, ram,
+                vram_headroom is not None, headroom is not None, parallel > 1, min_speed, gpu_layers, cpu_moe, split)  # fmt: skip
     if not any(asks_one) and _on_a_terminal():
         import gc
 
@@ -131,7 +135,9 @@ def recommend(
     if model is not None and at:
         answers.reaching(describe(model, catalog, offline=no_network), workload, at, as_json=as_json)
         return
-    machine = with_memory(device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom)
+    machine = with_memory(
+        device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom, headroom_gb=headroom
+    )
     placed = check_offload(
         offload_options(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from localllm.plain_output import ascii_json
 from localllm.planner.needs import span
 from localllm.planner.types import backend_of
-from localllm.planner.why import gb, mb, rate
+from localllm.planner.why import accounts, gb, mb, rate
 from localllm_backends import registry
 
 if TYPE_CHECKING:
@@ -74,17 +74,18 @@ def heading(device: Device, what: str) -> list[str]:
     bandwidth = f"{known.value:,.0f} GB/s ({known.basis})" if known else "bandwidth unknown"
     memory = device.memory
     free = ""
-    if memory.available_bytes < memory.limit_bytes:
+    if memory.available_bytes < device.room_bytes:
         free = f", {gb(memory.available_bytes)} free now"
     beside = ""
     if device.kind == "discrete" and device.host is not None:
         rate_of_host = device.host_bandwidth_gbps
         at = f" at {rate_of_host.value:,.0f} GB/s ({rate_of_host.basis})" if rate_of_host else ""
         beside = f"; beside it {gb(device.host.limit_bytes)} of system memory{at}"
-    usable = f"{gb(memory.limit_bytes)} usable of {memory.total_bytes / 1e9:.1f}{free}; {bandwidth}{beside}"
+    usable = f"{gb(device.room_bytes)} usable of {memory.total_bytes / 1e9:.1f}{free}; {bandwidth}{beside}"
     return [
         *_wrapped(f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", further="  "),
         *_wrapped(usable, further="  "),
+        *[line for account in accounts(device) for line in _wrapped(account, further="  ")],
     ]
 
 
