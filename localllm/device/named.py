@@ -338,8 +338,8 @@ def _together(devices: list[Device]) -> Device:
     if len(found) == 1:
         return found[0]
     findings = tuple(dict.fromkeys(finding for device in devices for finding in device.findings))
-    # The screens are on one of them.
-    found[1:] = [replace(c, memory=usable.given_back(c.memory, c.memory.others_bytes)) for c in found[1:]]
+    # The screens are on one of them: on which is not said, so on the one that a model would take last.
+    found[:-1] = [replace(c, memory=usable.given_back(c.memory, c.memory.others_bytes)) for c in found[:-1]]
     return replace(cards.together(cards.numbered(found)), findings=findings)
 
 
