@@ -14,6 +14,7 @@ from fractions import Fraction
 
 from localllm.device.types import Device
 from localllm.planner import places
+from localllm.planner.attention_scores import mlx_scores_bytes
 from localllm.planner.streams import facts
 from localllm.planner.types import DraftChoice, MemoryNeed, RunSettings, backend_of
 from localllm_backends import registry
@@ -228,9 +229,22 @@ def overhead_bytes(device: Device | None) -> int:
     return device.n_gpus * 256 * MIB
 
 
-def _gpu_margin(device: Device | None) -> Fraction:
+def dequantised_bytes(model: Model, settings: RunSettings) -> int:
+    """What CUDA and ROCm hold in a step's buffers for one layer's whole KV at 16 bits, of types that are not f16: flash attention
+    over a prompt reads no other (ggml-cuda/fattn.cu, `ggml_cuda_flash_attn_ext_get_alloc_size`; 512 MiB for 131,072 cells of 2,048)."""
+    most = 0
+    for layer, _ in facts(model).groups:
+        kinds = zip(_kv_widths(layer), (settings.kv_type_k, settings.kv_type_v), strict=True)
+        most = max(most, kv_cells(layer, settings) * sum(width for width, kind in kinds if kind != "f16"))
+    return _F16 * most if settings.flash_attention else 0
+
+
+def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> int:
     # GPU schedulers split the graph and keep copies of inputs; logs show 5-20 % above the CPU planner's figure.
-    return Fraction(1) if device is None or device.accelerator == "cpu" else Fraction(6, 5)
+    if device is None or device.accelerator == "cpu":
+        return compute_bytes(model, settings)
+    widened = dequantised_bytes(model, settings) if device.accelerator in ("cuda", "rocm") else 0
+    return compute_bytes(model, settings) * 6 // 5 + widened
 
 
 def host_compute_bytes(model: Model, settings: RunSettings) -> int:
@@ -280,7 +294,7 @@ def need(model: Model, variant: Variant, settings: RunSettings, device: Device |
         return _need_apart(model, variant, settings, device)
     weights, _ = whole_weights(model, variant, device)
     on_disk = places.disk_bytes(model, variant, settings)
-    compute = int(compute_bytes(model, settings) * _gpu_margin(device)) * (device.n_gpus if device is not None else 1)
+    compute = _step_bytes(model, settings, device) * (device.n_gpus if device is not None else 1)
     return MemoryNeed(
         weights_bytes=weights - on_disk,
         kv_bytes=kv_bytes(model, settings),
@@ -311,7 +325,7 @@ def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: D
     is_used = placed.gpu_layers != 0
     # Every card of several holds the buffers of its own layers' graph.
     copies = pipeline_bytes(model, settings, n_cards)
-    compute = int(compute_bytes(model, settings) * _gpu_margin(device)) + copies if is_used else 0
+    compute = _step_bytes(model, settings, device) + copies if is_used else 0
     overhead = overhead_bytes(device) if is_used else 0
     drafted = _draft_bytes(model, variant, settings, device)
     logits = output_bytes(model, settings.slots)
@@ -442,12 +456,12 @@ def mlx_kv_bytes(model: Model, settings: RunSettings) -> int:
     return int(elements * mlx_element_bytes(model, settings.kv_type))
 
 
-def mlx_step_bytes(model: Model, settings: RunSettings) -> int:
-    """What MLX holds while it computes a step, in bytes: 16-bit activations of a micro-batch, each sequence's logits,
-    and the freed buffers it keeps for reuse. There is no buffer planned ahead, and no attention mask grows with the context.
-    """
+def mlx_step_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...] = ()) -> int:
+    """What MLX holds while it computes a step, in bytes: 16-bit activations of a micro-batch, scores, each sequence's logits,
+    and the freed buffers it keeps for reuse. There is no buffer planned ahead."""
     activations = compute_bytes(model, replace(settings, n_ctx=CONTEXT_STEP, n_outputs=1)) // 2
-    return activations + output_bytes(model, settings.slots) // 2 + _MLX_REUSE_BYTES
+    scores = mlx_scores_bytes(model, settings, fused_heads)
+    return activations + scores + output_bytes(model, settings.slots) // 2 + _MLX_REUSE_BYTES
 
 
 def _need_mlx(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> MemoryNeed:
@@ -456,12 +470,14 @@ def _need_mlx(model: Model, variant: Variant, settings: RunSettings, device: Dev
         small, files = settings.drafter.second
         plain = RunSettings(settings.n_ctx, slots=settings.slots)
         drafted = weights_bytes(files) + mlx_kv_bytes(small, plain) + recurrent_bytes(small, plain)
+    # MLX's processor side has no fused attention at all (mlx/backend/no_gpu/primitives.cpp).
+    fused = () if device is None or device.accelerator == "cpu" else backend_of(variant).fused_heads
     return MemoryNeed(
         weights_bytes=weights_bytes(variant),
         kv_bytes=mlx_kv_bytes(model, settings),
         # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for the rest.
         recurrent_bytes=recurrent_bytes(model, replace(settings, n_rewind=0)),
-        compute_bytes=mlx_step_bytes(model, settings),
+        compute_bytes=mlx_step_bytes(model, settings, fused),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=drafted,
         limit_bytes=device.room_bytes if device is not None else 0,

@@ -121,6 +121,7 @@ def settings_for(
             layout=kernels.layout(device, model, variant, workload),
         ),
         projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
+        scores_at_once=backend_of(variant).scores_at_once,
     )
 
 

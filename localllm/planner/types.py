@@ -59,6 +59,7 @@ class RunSettings:
     micro-batch. `n_outputs`: rows of logits a step may ask for. `placement`: where weights and KV lie. `n_rewind`: snapshots
     a recurrent model keeps, so that as many tokens can be taken back. 0 of `n_ctx`, `n_batch` or `n_outputs` is the backend's own
     default, which only a file that can't be planned is given. `projector_bytes`: what reading images takes beside the model.
+    `scores_at_once`: new tokens times all tokens that one call attends with, where attention holds its scores (0 = a whole step's).
     """
 
     n_ctx: int = 0
@@ -73,6 +74,7 @@ class RunSettings:
     flash_attention: bool = True
     drafter: DraftChoice = DraftChoice()
     projector_bytes: int = 0
+    scores_at_once: int = 0
 
     @property
     def n_sequences(self) -> int:

@@ -50,6 +50,13 @@ class MlxType(BackendType):
         buffers="grown",
         kv_quants="groups",
         tensor_parallel=True,
+        # mlx/backend/metal/scaled_dot_product_attention.cpp, `use_fallback`: heads of 192 and 256 (faster unfused, it says) and
+        # widths of no kernel hold every score. An M5 on macOS 26.2 has a kernel for 256 in steps of 1,024 and more (MLX from
+        # August 2026); a prompt's last tokens are fewer, so the most that is held is the same.
+        fused_heads=(64, 80, 128),
+        # A quarter of mlx-lm's 2,048 tokens at a depth of 65,536: heads of 256 took 11 GB more in steps of 2,048 than of 512 at a
+        # depth of 131,072, and were no faster (github.com/ml-explore/mlx-lm/pull/1781).
+        scores_at_once=512 * 65_536,
     )
 
     def available(self) -> str | None:

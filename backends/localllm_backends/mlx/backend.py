@@ -25,7 +25,7 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
-from localllm_backends.mlx import blob, memory
+from localllm_backends.mlx import backend_type, blob, memory
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
 from localllm_backends.mlx.kv_export import KvExport
@@ -35,9 +35,6 @@ from localllm_backends.mlx.vocabulary import MlxVocabulary
 
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
-# Widths of heads whose attention over many tokens MLX computes in one kernel (scaled_dot_product_attention.cpp); of any other it
-# holds every score.
-_FUSED_WIDTHS = {64, 80, 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ class MlxBackend(Backend):
         self.stepper = Stepper(
             loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind,
             # What others are to compute is what was asked for, never what one of them expects.
-            looks_ahead=loaded.n_shares == 1, fused=shapes.widths <= _FUSED_WIDTHS,
+            looks_ahead=loaded.n_shares == 1, fused=shapes.widths <= set(backend_type.declaration.fused_heads),
         )  # fmt: skip
         self._bound = memory.BufferBound(_total_bytes())
         # Where no layer keeps every token there is nothing that states could be apart from.
