@@ -112,6 +112,9 @@ TABLE: tuple[Setting, ...] = (
     Setting(
         "memory_headroom_gb", float, None, "memory left to other programs in GB (automatic: 5 % of it); 0 = no guard"
     ),
+    Setting(
+        "wired", bool, True, "keep the weights of a model that fills half the memory of a Mac or more in place (MLX)"
+    ),
     Setting("only", bool, False, "serve the models that were named, and no other that is installed"),
     Setting(
         "hang_min",

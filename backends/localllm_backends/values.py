@@ -29,7 +29,8 @@ class LoadSpec:
     asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
     loads the model's own draft heads with it (LoadError where it has none, or they can't run here). `placement` says where
     layers, experts and KV lie (LoadError where the engine can't place it so). `projector` is the file of the image
-    projector beside the model ("": images are not wanted; LoadError where it is of no use to this model).
+    projector beside the model ("": images are not wanted; LoadError where it is of no use to this model). `wired`: weights may
+    be wired down in memory that a GPU shares with everything else.
     """
 
     path: str
@@ -46,6 +47,7 @@ class LoadSpec:
     mtp: bool = False
     placement: Placement = field(default_factory=Placement)
     projector: str = ""
+    wired: bool = True
 
     @property
     def n_gpu_layers(self) -> int:

@@ -75,6 +75,7 @@ class MlxBackend(Backend):
             looks_ahead=loaded.n_shares == 1, fused=shapes.widths <= set(backend_type.declaration.fused_heads),
         )  # fmt: skip
         self._bound = memory.BufferBound(_total_bytes())
+        self._wired = memory.Wired(wanted=spec.wired)
         # Where no layer keeps every token there is nothing that states could be apart from.
         apart = layout.keeps_tokens and not layout.plain and loaded.n_shares == 1
         on_gpu = mx.default_device() != mx.Device(mx.cpu)
@@ -351,6 +352,7 @@ class MlxBackend(Backend):
         self.stepper.close()
         self._shapes.leaves = []
         gc.collect()
+        self._wired.close()
         self._bound.close()
 
     def _check_owner(self) -> None:

@@ -1,7 +1,7 @@
 """How much memory MLX may use here, and the bounds this backend keeps on what MLX holds back for reuse.
 
-It never raises MLX's wired limit: serving several streams with it raised was reported to panic macOS, and leaving it
-alone cured that in a controlled test (github.com/ml-explore/mlx/issues/3186).
+The wired limit is raised to the weights alone, and only for a model that fills much of the memory: with room in it for
+buffers that come and go, several streams were reported to panic macOS (github.com/ml-explore/mlx/issues/3186).
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ _CACHE_LOW_BYTES = 64 * 2**20
 _CACHE_SHARE = 0.1
 # Left to the system where memory is shared with everything else.
 _MARGIN_BYTES = 256 * 2**20
+# Models above 60 to 75 % of memory ran 40 to 150 times slower unwired (github.com/osaurus-ai/vmlx-swift/issues/418); below half
+# macOS leaves them where they are.
+_WIRED_FROM_SHARE = 0.5
 
 
 def usable_bytes(device: Mapping[str, Any], active_bytes: int, held_bytes: int, available_bytes: int) -> int:
@@ -52,6 +55,34 @@ def require(needed_bytes: int, what: str) -> None:
     usable = usable_now()
     if needed_bytes > usable:
         raise OutOfMemoryError(f"{what} needs {needed_bytes / 1e9:.2f} GB and {usable / 1e9:.2f} GB can be used now")
+
+
+def wired_bytes(device: Mapping[str, Any], active_bytes: int) -> int:
+    """The wired limit for what is loaded now, in bytes: all of it, never more than Metal recommends; 0 = leave it as it is,
+    where MLX knows no Metal device (`device` is mx.device_info()) or the model is small beside the machine's memory."""
+    recommended, total = device.get("max_recommended_working_set_size"), device.get("memory_size")
+    if not isinstance(recommended, int) or not isinstance(total, int) or active_bytes < _WIRED_FROM_SHARE * total:
+        return 0
+    return min(active_bytes, recommended)
+
+
+class Wired:
+    """Holds the weights in memory on a GPU, so that macOS neither compresses nor moves them, until `close`."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._before: int | None = None
+        if not wanted or mx.default_device() == mx.Device(mx.cpu):
+            return
+        # What loading freed would be wired as well.
+        mx.clear_cache()
+        if limit := wired_bytes(mx.device_info(), mx.get_active_memory()):
+            self._before = mx.set_wired_limit(limit)
+
+    def close(self) -> None:
+        """Put the limit back."""
+        if self._before is not None:
+            mx.set_wired_limit(self._before)
+            self._before = None
 
 
 def out_of_memory(error: Exception) -> bool:
