@@ -115,6 +115,7 @@ TABLE: tuple[Setting, ...] = (
     Setting(
         "wired", bool, True, "keep the weights of a model that fills half the memory of a Mac or more in place (MLX)"
     ),
+    Setting("keep_awake", bool, True, "keep a desktop from idle sleep while requests run (macOS, Linux)"),
     Setting("only", bool, False, "serve the models that were named, and no other that is installed"),
     Setting(
         "hang_min",

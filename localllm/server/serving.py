@@ -16,6 +16,7 @@ from localllm.conversation.prefix_reuse import ReasoningCache
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import LocalLLMError
 from localllm.grammars.json_schema import settled
+from localllm.server.awake import Awake
 from localllm.server.generation.chat import ChatRequest, chat_job
 from localllm.server.generation.collector import ReasoningRecorder, ReplyCollector
 from localllm.server.generation.compaction import TokenCounts
@@ -74,6 +75,7 @@ class Server:
         self.images = ImageFetcher(settings.image_hosts)
         self.pdfs = PdfReader()
         self.keep_alive = KeepAlive()
+        self.awake = Awake.here(wanted=settings.keeps_awake)
         self.requests = 0
         self.active = 0
 
@@ -155,6 +157,7 @@ class Server:
         last request, where the client says so."""
         self.requests += 1
         self.active += 1
+        self.awake.began()
         try:
             with model.lease():
                 if keep_s is not None:
@@ -162,6 +165,7 @@ class Server:
                 yield
         finally:
             self.active -= 1
+            self.awake.ended()
 
     async def _generate(
         self,

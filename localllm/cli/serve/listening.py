@@ -45,6 +45,7 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
         unix_socket=settings.value("unix_socket"),
         tls=tls,
         image_hosts=image_hosts,
+        keeps_awake=settings.value("keep_awake"),
     ).secured()
     if tls is not None:
         from localllm.server.http.sockets import check_tls

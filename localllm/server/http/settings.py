@@ -118,7 +118,7 @@ class ServerSettings:
 
     `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status. `keepalive_s`: the longest
     silence on a stream. `header_timeout_s`, `body_timeout_s`: the longest a client may take to send headers and body.
-    `max_connections`: further ones are answered 503.
+    `max_connections`: further ones are answered 503. `keeps_awake`: a desktop is kept from idle sleep while requests run.
     """
 
     host: str = "127.0.0.1"
@@ -138,6 +138,7 @@ class ServerSettings:
     body_timeout_s: float = 30.0
     header_timeout_s: float = 15.0
     max_connections: int = 512
+    keeps_awake: bool = False
 
     @property
     def keyed(self) -> bool:

@@ -1,0 +1,113 @@
+"""The machine is held awake while requests run, where it is a desktop, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from localllm.server.awake import Awake, holding_command
+from support.until import until
+
+EVERYTHING = {name: f"/usr/bin/{name}" for name in ("cat", "caffeinate", "systemd-inhibit")}
+GNOME = {"XDG_CURRENT_DESKTOP": "GNOME", "WAYLAND_DISPLAY": "wayland-0"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "there", "environment", "program"),
+    [
+        ("darwin", EVERYTHING, {}, "/usr/bin/caffeinate -i cat"),
+        ("linux", EVERYTHING, GNOME, "/usr/bin/systemd-inhibit --what=idle"),
+        ("linux", EVERYTHING, {"DISPLAY": ":0"}, "/usr/bin/systemd-inhibit --what=idle"),
+        ("linux", EVERYTHING, {}, ""),
+        ("linux", EVERYTHING, {"DISPLAY": ""}, ""),
+        ("linux", {"cat": "/bin/cat"}, GNOME, ""),
+        ("darwin", {"cat": "/bin/cat"}, {}, ""),
+        ("win32", EVERYTHING, GNOME, ""),
+    ],
+)
+def test_the_program_is_the_systems_own_and_only_on_desktops(
+    platform: str, there: Mapping[str, str], environment: Mapping[str, str], program: str
+) -> None:
+    command = " ".join(holding_command(platform, there.get, environment))
+    assert command.startswith(program)
+    assert bool(command) == bool(program)
+
+
+# Says that it holds, waits for the end of its input as `cat` does, and says that it let go.
+HOLD = (
+    "import sys, pathlib as p; f = p.Path(sys.argv[1]); f.write_text('held'); sys.stdin.read(); f.write_text('let go')"
+)
+
+
+async def said(file: Path, words: str) -> None:
+    await asyncio.to_thread(until, lambda: file.exists() and file.read_text() == words, f"it never {words}")
+
+
+def test_it_is_held_from_the_first_request_to_the_end_of_the_last(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+
+    async def scene() -> None:
+        awake = Awake((sys.executable, "-c", HOLD, str(file)), after_s=0.0)
+        for _ in range(2):
+            awake.began()
+            awake.began()
+            await said(file, "held")
+            awake.ended()
+            assert file.read_text() == "held", "one request still runs"
+            awake.ended()
+            await said(file, "let go")
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+
+    asyncio.run(scene())
+
+
+def test_short_requests_start_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+
+    async def scene() -> None:
+        awake = Awake((sys.executable, "-c", HOLD, str(file)), after_s=60.0)
+        for _ in range(100):
+            awake.began()
+            awake.ended()
+
+    asyncio.run(scene())
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("command", [(), ("/nowhere/to/be/found",), (sys.executable, "-c", "raise SystemExit(1)")])
+def test_where_nothing_can_hold_it_requests_run_all_the_same(command: tuple[str, ...]) -> None:
+    async def scene() -> None:
+        awake = Awake(command, after_s=0.0)
+        for _ in range(3):
+            awake.began()
+            await asyncio.to_thread(int)
+            awake.ended()
+            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)
+
+    asyncio.run(scene())
+
+
+def test_it_is_let_go_with_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    code = (
+        "import asyncio, os, sys, pathlib\n"
+        "from localllm.server.awake import Awake\n"
+        "async def scene():\n"
+        "    Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), after_s=0.0).began()\n"
+        "    while not pathlib.Path(sys.argv[2]).exists(): await asyncio.sleep(0.01)\n"
+        "    os._exit(9)\n"
+        "asyncio.run(scene())\n"
+    )
+
+    async def scene() -> None:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, HOLD, str(file))
+        assert await process.wait() == 9
+        await said(file, "let go")
+
+    asyncio.run(scene())
