@@ -59,3 +59,9 @@ def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     # While caches grow, one and the same step holds each layer's old keys and values beside the new ones.
     grown = LAYERS * 2 * WIDTH * 2 * (depths[1] - depths[0])
     assert 0.95 * (deep - shallow) <= last - first <= 1.05 * (deep - shallow) + grown
+
+
+def test_what_is_declared_is_what_one_call_attends_with() -> None:
+    from localllm_backends.mlx.stepping import SCORES_AT_ONCE
+
+    assert backend_type.declaration.scores_at_once == SCORES_AT_ONCE // 4

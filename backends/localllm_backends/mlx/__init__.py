@@ -54,8 +54,7 @@ class MlxType(BackendType):
         # widths of no kernel hold every score. An M5 on macOS 26.2 has a kernel for 256 in steps of 1,024 and more (MLX from
         # August 2026); a prompt's last tokens are fewer, so the most that is held is the same.
         fused_heads=(64, 80, 128),
-        # A quarter of mlx-lm's 2,048 tokens at a depth of 65,536: heads of 256 took 11 GB more in steps of 2,048 than of 512 at a
-        # depth of 131,072, and were no faster (github.com/ml-explore/mlx-lm/pull/1781).
+        # As stepping.py computes where every score is held.
         scores_at_once=512 * 65_536,
     )
 

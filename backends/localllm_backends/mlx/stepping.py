@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, StepError, StepResult
-from localllm_backends.mlx import backend_type
 from localllm_backends.mlx.sampling import UNSURE, DeviceSamples, sample
 from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of
 
@@ -20,7 +19,8 @@ from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, Sequence
 # only where logits are wanted (mlx-lm computes a prompt's last token by itself for the same reason).
 WHOLE_TOKENS = 16
 # New tokens times all tokens that one call of the model attends with, mlx-lm's 2,048 at a depth of 65,536: beyond that a chunk is
-# computed in pieces. Where every score is held, the declaration says how many.
+# computed in pieces. Where every score is held, a quarter of it: heads of 256 took 11 GB more in steps of 2,048 than of 512 at a
+# depth of 131,072, and were no faster (github.com/ml-explore/mlx-lm/pull/1781).
 SCORES_AT_ONCE = 2048 * 65_536
 _PIECE = 64
 
@@ -228,7 +228,7 @@ class Stepper:
 
     def _read(self, ids: Any, line: SequenceCache) -> Any:
         """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns the rest."""
-        scores = SCORES_AT_ONCE if self._fused else backend_type.declaration.scores_at_once
+        scores = SCORES_AT_ONCE if self._fused else SCORES_AT_ONCE // 4
         most = max(_PIECE, scores // (line.length + int(ids.shape[1])) // _PIECE * _PIECE)
         while int(ids.shape[1]) > most:
             self.model(ids[:, :most], cache=line.caches)
