@@ -177,7 +177,8 @@ def test_measuring_another_machine_is_a_usage_error() -> None:
 def test_overrides_apply_to_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     device_command.device(memory=8.0, bandwidth=50.0, as_json=True)
     body = json.loads(capsys.readouterr().out)
-    assert body["memory"]["limit_bytes"] == 8 << 30
+    assert body["memory"]["total_bytes"] == 8 << 30
+    assert body["memory"]["limit_bytes"] == body["memory"]["total_bytes"] - body["memory"]["system_bytes"] < 8 << 30
     assert body["bandwidth_gbps"]["basis"] == "given"
 
 
