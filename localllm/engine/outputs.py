@@ -101,10 +101,10 @@ class OutputProcessor:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
-        greedy = job.sampler.takes_argmax(len(job.tokens), len(draft))
+        sampled = None if draft or not self._samples else result.sampled(index)
+        greedy = sampled is None and job.sampler.takes_argmax(len(job.tokens), len(draft))
         best = result.argmax(index) if greedy else []
         greedy = greedy and job.sampler.allows(best, len(job.tokens))
-        sampled = None if greedy or draft else result.sampled(index)
         if sampled is not None:
             job.sampler.sampled(sampled)
             best = [sampled]
