@@ -142,6 +142,15 @@ TABLE: tuple[Setting, ...] = (
         "allow_image_hosts", str, (), "hosts (name or name:port) that images may be fetched from by https", many=True
     ),
     Setting("allow_pull", bool, False, "clients of the server may fetch and remove models (Ollama's pull and delete)"),
+    Setting("max_connections", int, 512, "connections of requests that were let in at the same time"),
+    Setting("max_unknown_connections", int, 64, "connections without a key, from this machine and from outside each"),
+    Setting("idle_timeout_s", float, 60.0, "seconds that a connection may rest between requests"),
+    Setting("idle_unknown_timeout_s", float, 5.0, "the same without a key"),
+    Setting("header_timeout_s", float, 10.0, "seconds that a request's headers may take"),
+    Setting(
+        "body_timeout_s", float, 10.0, "seconds that a request's body may take, besides its bytes at the least rate"
+    ),
+    Setting("min_body_bytes_s", int, 64_000, "least rate of a request's body, in bytes a second"),
     Setting("offline", bool, False, "never contact the hub"),
 )
 _BY_NAME = {s.name: s for s in TABLE}

@@ -52,6 +52,11 @@ TRIED: Mapping[str, tuple[str, ...]] = {
         "server/test_security.py::test_headers_that_trickle_are_cut_off",
         "server/test_security.py::test_repeated_host_headers_are_refused",
     ),
+    "connections": (
+        "server/test_connections.py::test_any_number_without_a_key_keeps_nobody_waiting_and_ends",
+        "server/test_connections.py::test_who_was_let_in_rests_longer_than_a_stranger",
+        "server/test_connections.py::test_a_known_one_that_rests_makes_room_and_busy_ones_do_not",
+    ),
     "files": (
         "server/test_security.py::test_model_names_reach_no_file",
         "cli/test_served_models.py::test_no_request_reaches_a_file_by_its_path",

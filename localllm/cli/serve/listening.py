@@ -24,7 +24,7 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
 
     from localllm.cli.compose.api_keys import kept_key, load_keys
     from localllm.library.hub import is_offline
-    from localllm.server.http.settings import ServerSettings, TlsFiles, image_host
+    from localllm.server.http.settings import CONNECTION_LIMITS, ServerSettings, TlsFiles, image_host
 
     certificate, private = settings.value("tls_cert"), settings.value("tls_key")
     tls = None
@@ -46,6 +46,7 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
         tls=tls,
         image_hosts=image_hosts,
         keeps_awake=settings.value("keep_awake"),
+        **{name: settings.value(name) for name in CONNECTION_LIMITS},
     ).secured()
     if tls is not None:
         from localllm.server.http.sockets import check_tls

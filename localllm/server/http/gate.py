@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from localllm.errors import AuthError, BusyError, LocalLLMError, RequestError
 from localllm.server.http.accounts import Account, Accounts, called_by
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
+from localllm.server.http.connections import ADMIT
 from localllm.server.http.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, headers_of
 from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import ServerSettings, below_localhost, host_name, is_loopback, served_with_key
@@ -30,8 +31,6 @@ _EXPOSE_HEADERS = (
     b"x-localllm-ignored, x-localllm-cache, x-localllm-compacted, x-localllm-normalised, x-localllm-ran-on, "
     b"x-request-id, retry-after, www-authenticate"
 )
-# ASGI scope key: more connections are open than the settings allow.
-CROWDED = "localllm.crowded"
 _HEADER_NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _MOST_HEADERS = 64
 _ONE_ONLY = (b"host", b"origin", b"content-type", b"content-length", b"sec-fetch-site")
@@ -73,12 +72,15 @@ class SecurityGate:
                 raise AuthError("this origin may not use this server", hint="allow it: --allow-origin ORIGIN")
             if not origin and headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site":
                 raise AuthError("a page of another site may not use this server")
-            if scope.get(CROWDED):
-                raise BusyError("this server has as many connections as it takes")
             if scope["method"] == "OPTIONS":
                 await _preflight(send, origin, headers)
                 return
-            account = self._caller(headers) if scope["path"] not in _OPEN_PATHS else None
+            if scope["path"] in _OPEN_PATHS:
+                account = None
+            else:
+                account = self._caller(headers)
+                if not scope.get(ADMIT, _always)():
+                    raise BusyError("this server has as many connections as it takes")
             self._check_body(scope["method"], headers, from_page=_of_a_page(headers))
         except LocalLLMError as e:
             await refuse(send, e)
@@ -151,6 +153,11 @@ class SecurityGate:
             raise MediaTypeError("the body must be sent as Content-Type: application/json")
         if length is not None and length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLargeError(f"the body is larger than {self.settings.max_body_bytes} bytes")
+
+
+def _always() -> bool:
+    """For requests that come by no connection of ours."""
+    return True
 
 
 def _of_a_page(headers: dict[bytes, bytes]) -> bool:

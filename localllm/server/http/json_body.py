@@ -139,24 +139,32 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
     if isinstance(known, JsonBody):
         return known
 
-    async def collect() -> bytes:
-        pieces: list[bytes] = []
-        size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > settings.max_body_bytes:
-                raise BodyTooLargeError(f"the body is larger than {settings.max_body_bytes} bytes")
-            pieces.append(piece)
-        return b"".join(pieces)
-
-    try:
-        body = await asyncio.wait_for(collect(), settings.body_timeout_s)
-    except TimeoutError as e:
-        raise SlowBodyError(f"the body did not arrive within {settings.body_timeout_s:.0f} seconds") from e
+    body = await _received(request, settings)
     encoding = request.headers.get("content-encoding", "")
     if encoding or len(body) > _SMALL_BYTES:
         return await asyncio.to_thread(_unpacked, body, encoding, settings)
     return JsonBody(body, parse(body, settings.max_json_depth))
+
+
+async def _received(request: Request, settings: ServerSettings) -> bytes:
+    """The bytes of the body, which must come at the least rate. Raises BodyTooLargeError and SlowBodyError."""
+    pieces: list[bytes] = []
+    size = 0
+    latest_s = asyncio.get_running_loop().time() + settings.body_timeout_s
+    try:
+        async with asyncio.timeout_at(latest_s) as limit:
+            async for piece in request.stream():
+                size += len(piece)
+                if size > settings.max_body_bytes:
+                    raise BodyTooLargeError(f"the body is larger than {settings.max_body_bytes} bytes")
+                pieces.append(piece)
+                limit.reschedule(latest_s + size / settings.min_body_bytes_s)
+    except TimeoutError as e:
+        raise SlowBodyError(
+            f"{size} bytes of the body came within {settings.body_timeout_s + size / settings.min_body_bytes_s:.0f} seconds",
+            hint=f"send it at {settings.min_body_bytes_s // 1000} kB/s or more",
+        ) from e
+    return b"".join(pieces)
 
 
 def _unpacked(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:

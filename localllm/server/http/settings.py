@@ -19,6 +19,12 @@ _CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
 _BELOW_LOCALHOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.localhost")
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
+# Limits of `ServerSettings` that are settings of the same names, and can't be 0.
+CONNECTION_LIMITS = (
+    "max_connections", "max_unknown_connections", "idle_timeout_s", "idle_unknown_timeout_s", "header_timeout_s",
+    "body_timeout_s", "min_body_bytes_s",
+)  # fmt: skip
+
 
 def host_name(authority: str) -> str:
     """The host of `name:port`, `[::1]:port` or `name` in lower case; other text unchanged."""
@@ -117,8 +123,11 @@ class ServerSettings:
     loopback names. Images are fetched only from `image_hosts` (name, port).
 
     `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status. `keepalive_s`: the longest
-    silence on a stream. `header_timeout_s`, `body_timeout_s`: the longest a client may take to send headers and body.
-    `max_connections`: further ones are answered 503. `keeps_awake`: a desktop is kept from idle sleep while requests run.
+    silence on a stream. `header_timeout_s`: the longest a client may take to send headers; `body_timeout_s` and a second for each
+    `min_body_bytes_s` that have come: a body. `idle_timeout_s`: a connection rests so long between requests, and
+    `idle_unknown_timeout_s` before the gate let a request of it in. `max_connections` of requests that were let in, all of
+    them busy: further ones are answered 503; `max_unknown_connections`: of others, from this machine and from outside each.
+    `keeps_awake`: a desktop is kept from idle sleep while requests run.
     """
 
     host: str = "127.0.0.1"
@@ -135,10 +144,14 @@ class ServerSettings:
     max_json_depth: int = 96
     grace_s: float = 0.8
     keepalive_s: float = 10.0
-    body_timeout_s: float = 30.0
-    header_timeout_s: float = 15.0
+    body_timeout_s: float = 10.0
+    min_body_bytes_s: int = 64_000
+    header_timeout_s: float = 10.0
+    idle_timeout_s: float = 60.0
+    idle_unknown_timeout_s: float = 5.0
     max_connections: int = 512
     keeps_awake: bool = False
+    max_unknown_connections: int = 64
 
     @property
     def keyed(self) -> bool:
@@ -148,9 +161,14 @@ class ServerSettings:
     def secured(self) -> ServerSettings:
         """These settings, checked; an address that other machines can reach gets a generated key if there is none.
 
-        Raises UsageError for an empty key, and for hosts and origins that can't be allowed."""
+        Raises UsageError for an empty key, limits of 0, and for hosts and origins that can't be allowed."""
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("the API key is empty", hint="leave --api-key out, or give it a value")
+        for name in CONNECTION_LIMITS:
+            if getattr(self, name) <= 0:
+                raise UsageError(
+                    f"{name} must be more than 0: nobody would be served", hint="leave it out for its default"
+                )
         if self.tls is not None and self.unix_socket is not None:
             raise UsageError("a Unix socket has no TLS: it does not leave this machine", hint="leave --tls-cert out")
         generated = not self.keyed and self.unix_socket is None and not is_loopback(self.host)

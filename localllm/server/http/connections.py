@@ -1,0 +1,155 @@
+"""Who may hold a connection, and for how long: strangers a few and briefly, those who were let in all the others.
+
+A connection is a stranger's until one of its requests has passed the gate. Beyond the strangers' share the oldest that
+waits is closed for one that comes, so that no number of them keeps anybody out; this machine's have a share of their
+own. A connection that rests is closed for a request that needs its place; only where all are busy is one refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from localllm.server.http.asgi import Receive, Scope, Send
+from localllm.server.http.settings import ServerSettings, is_loopback
+
+# ASGI scope key of `Connection.admit`.
+ADMIT = "localllm.admit"
+# Whoever has just connected gets this long to send a request, before it can be closed for others: many connect at once.
+_FRESH_S = 1.0
+
+
+class Connections:
+    """The open connections of one server, strangers and known, each in the order of coming."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        # By whether they are of this machine.
+        self._strangers: dict[bool, dict[Connection, None]] = {True: {}, False: {}}
+        self._known: dict[Connection, None] = {}
+
+    def come(self, new: Connection) -> None:
+        """Count `new` as a stranger; close another one where there are too many."""
+        strangers = self._strangers[new.local]
+        if len(strangers) >= self.settings.max_unknown_connections:
+            aged_s = new.loop.time() - _FRESH_S
+            full = len(strangers) >= self.settings.max_connections
+            oldest = next((c for c in strangers if full or c.resting or c.since_s < aged_s), None)
+            if oldest is not None:
+                oldest.end()
+        strangers[new] = None
+
+    def known(self, connection: Connection) -> bool:
+        """Move a stranger whose request was let in to the known; False where all of them are busy."""
+        if connection in self._known:
+            return True
+        if len(self._known) >= self.settings.max_connections:
+            idle = next((c for c in self._known if c.resting), None)
+            if idle is None:
+                return False
+            idle.end()
+        self._strangers[connection.local].pop(connection, None)
+        self._known[connection] = None
+        return True
+
+    def used(self, connection: Connection) -> None:
+        """It has answered: of the known, the one that has rested the longest is closed first."""
+        if connection in self._known:
+            self._known[connection] = self._known.pop(connection)
+
+    def gone(self, connection: Connection) -> None:
+        self._strangers[connection.local].pop(connection, None)
+        self._known.pop(connection, None)
+
+    def is_known(self, connection: Connection) -> bool:
+        return connection in self._known
+
+
+class Connection(H11Protocol):
+    """uvicorn's HTTP with TCP_NODELAY and one deadline: for a request's headers, or for the next request."""
+
+    all: Connections
+    local = True
+    since_s = 0.0
+    _deadline: asyncio.TimerHandle | None = None
+    _in_headers = True
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.local = self.client is None or is_loopback(self.client[0])
+        self.since_s = self.loop.time()
+        inner = self.app
+
+        async def admitting(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[ADMIT] = self._admit
+            await inner(scope, receive, send)
+
+        self.app = admitting
+        self.all.come(self)
+        self._close_in(self.all.settings.header_timeout_s)
+
+    @property
+    def resting(self) -> bool:
+        """Whether it has had an answer, and asks for nothing."""
+        return self.cycle is not None and self.cycle.response_complete
+
+    def end(self) -> None:
+        """Close it now. It no longer counts."""
+        self.all.gone(self)
+        if not self.transport.is_closing():
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        asked = self.cycle
+        super().data_received(data)
+        # Incomplete headers: h11 holds their bytes and has seen no request.
+        started = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if self.cycle is not asked and not self.resting:
+            self._stop_deadline()
+        elif started and not self._in_headers:
+            self._in_headers = True
+            self._close_in(self.all.settings.header_timeout_s)
+        # Else the deadline stands: what comes of a body that was refused makes nobody's stay longer.
+
+    def on_response_complete(self) -> None:
+        answered = self.cycle
+        super().on_response_complete()
+        self.all.used(self)
+        if self.cycle is answered and not self.transport.is_closing():
+            self._in_headers = False
+            limits = self.all.settings
+            self._close_in(limits.idle_timeout_s if self.all.is_known(self) else limits.idle_unknown_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_deadline()
+        self.all.gone(self)
+        super().connection_lost(exc)
+
+    def _admit(self) -> bool:
+        """The gate lets this connection's request in; False where there is no place."""
+        return self.all.known(self)
+
+    def _close_in(self, seconds: float) -> None:
+        self._stop_deadline()
+        self._deadline = self.loop.call_later(seconds, self.end)
+
+    def _stop_deadline(self) -> None:
+        self._in_headers = False
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def protocol(settings: ServerSettings) -> Callable[..., asyncio.Protocol]:
+    """The class of connections of one server."""
+    return type("Counted", (Connection,), {"all": Connections(settings)})

@@ -1,0 +1,199 @@
+"""Connections of those who have no key: however many, and whatever they do, they end, and nobody waits for them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+
+from localllm.cli.serve.listening import server_settings
+from localllm.errors import UsageError
+from localllm.server.http.settings import CONNECTION_LIMITS
+from localllm.settings import Settings
+from support.http_server import Running, running_server
+from support.scripted_engine import Gate, ScriptedEngine
+from support.until import until
+
+MANY = 600
+KEY = {"Authorization": "Bearer s3cret"}
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+REFUSED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HALF = b"GET /v1/models HTTP/1.1\r\nHost: loc"
+BODY = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 100000\r\n\r\n{"
+)
+WRONG = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\n\r\n"
+
+
+def _answered(s: socket.socket) -> bytes:
+    said = b""
+    while not said.endswith(b"}"):
+        piece = s.recv(4000)
+        if not piece:
+            break
+        said += piece
+    return said
+
+
+def _ended(s: socket.socket) -> bool:
+    """Whether the server has closed it; what it said is read and dropped."""
+    s.setblocking(False)
+    try:
+        return not s.recv(65536)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@contextmanager
+def held(server: Running, sends: bytes, count: int = MANY, *, answers: bool = False) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            s = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            s.sendall(sends)
+            if answers:
+                _answered(s)
+            found.append(s)
+        yield found
+
+
+def _is_served(server: Running) -> None:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=10) as client:
+        client.get("/health")  # the client's own start
+    for _ in range(5):
+        started_s = time.perf_counter()
+        assert httpx.get(server.url + "/health", trust_env=False, timeout=10).status_code == 200
+        health_s = time.perf_counter() - started_s
+        assert httpx.post(server.url + CHAT, json=HI, headers=KEY, trust_env=False, timeout=10).status_code == 200
+        chat_s = time.perf_counter() - started_s - health_s
+        assert chat_s <= 1.0
+        if health_s <= 0.2:
+            return
+    raise AssertionError("/health took more than 0.2 s five times")
+
+
+@pytest.mark.parametrize(
+    ("sends", "answers"),
+    [(REFUSED, True), (WRONG, True), (HEALTH, True), (REFUSED, False), (HALF, False), (BODY, False), (b"", False)],
+    ids=["401", "wrong key", "health", "unread", "half a header", "a body to come", "silent"],
+)
+def test_any_number_without_a_key_keeps_nobody_waiting_and_ends(sends: bytes, answers: bool) -> None:
+    limits = {"idle_unknown_timeout_s": 0.8, "header_timeout_s": 0.8}
+    with (
+        running_server({"tiny": ScriptedEngine()}, api_key="s3cret", **limits) as server,
+        held(server, sends, answers=answers) as connections,
+    ):
+        _is_served(server)
+        open_ones = set(connections)
+
+        def all_ended() -> bool:
+            open_ones.difference_update([s for s in open_ones if _ended(s)])
+            return not open_ones
+
+        until(all_ended, "connections stay open", timeout_s=10)
+        _is_served(server)
+
+
+def test_a_refused_body_that_goes_on_coming_does_not_hold_its_connection() -> None:
+    with (
+        running_server({"tiny": ScriptedEngine()}, api_key="s3cret", idle_unknown_timeout_s=0.3) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as s,
+    ):
+        s.sendall(BODY)
+        assert b" 401 " in _answered(s)
+
+        def trickles() -> bool:
+            try:
+                s.sendall(b" ")
+            except ConnectionError:
+                return True
+            return _ended(s)
+
+        until(trickles, "it stays open", timeout_s=5)
+
+
+def test_who_was_let_in_rests_longer_than_a_stranger() -> None:
+    let_in = REFUSED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer s3cret\r\n\r\n")
+    with (
+        running_server({"tiny": ScriptedEngine()}, api_key="s3cret", idle_unknown_timeout_s=0.2) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as known,
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger,
+    ):
+        known.sendall(let_in)
+        assert b" 200 " in _answered(known)
+        stranger.sendall(REFUSED)
+        _answered(stranger)
+        assert stranger.recv(1) == b""
+        known.sendall(let_in)
+        assert b" 200 " in _answered(known)
+
+
+def test_who_was_let_in_ends_too() -> None:
+    with (
+        running_server({"tiny": ScriptedEngine()}, idle_timeout_s=0.2) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as s,
+    ):
+        s.sendall(REFUSED)
+        assert b" 200 " in _answered(s)
+        assert s.recv(1) == b""
+
+
+def test_a_known_one_that_rests_makes_room_and_busy_ones_do_not() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(script=lambda request: [gate, "done"])
+    with running_server({"tiny": engine}, max_connections=2, max_unknown_connections=2) as server:
+        with held(server, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 2, answers=True) as resting:
+            assert httpx.get(server.url + "/v1/models", trust_env=False, timeout=5).status_code == 200
+            until(lambda: any(_ended(s) for s in resting), "none made room", timeout_s=5)
+        busy = [
+            threading.Thread(target=httpx.post, args=(server.url + CHAT,), kwargs={"json": HI, "timeout": 20})
+            for _ in range(2)
+        ]
+        for thread in busy:
+            thread.start()
+        try:
+            until(lambda: server.app.state.server.active == 2, timeout_s=10)
+            page = {"Origin": "http://localhost:3000"}
+            refused = httpx.get(server.url + "/v1/models", trust_env=False, timeout=5, headers=page)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "server_busy"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["access-control-allow-origin"] == page["Origin"]
+            assert httpx.get(server.url + "/health", trust_env=False, timeout=5).status_code == 200
+        finally:
+            gate.open()
+            for thread in busy:
+                thread.join(20)
+
+
+def test_a_body_at_the_least_rate_is_waited_for_and_a_slower_one_is_not() -> None:
+    limits = {"body_timeout_s": 0.5, "min_body_bytes_s": 10_000}
+    head = BODY.replace(b"100000", b"12000")[:-1]
+    with running_server({"tiny": ScriptedEngine()}, **limits) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as s:
+            pause = threading.Event()
+            s.sendall(head)
+            for _ in range(12):
+                s.sendall(b" " * 1000)
+                pause.wait(0.08)
+            assert b" 400 " in _answered(s), "12 kB in a second are more than 10 kB/s"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as s:
+            s.sendall(head + b" " * 100)
+            assert b" 408 " in _answered(s)
+
+
+def test_the_limits_are_settings_and_none_of_them_can_be_nothing() -> None:
+    assert server_settings(Settings({"max_unknown_connections": 3})).max_unknown_connections == 3
+    for name in CONNECTION_LIMITS:
+        with pytest.raises(UsageError, match=name):
+            server_settings(Settings({name: 0}))
