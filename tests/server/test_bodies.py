@@ -115,7 +115,7 @@ class _Sent:
 
 def test_a_body_of_many_brackets_does_not_hold_the_server_up() -> None:
     """Refused for its depth, which is only seen at its end; meanwhile the loop turns."""
-    body = b'{"x":[' + b"{}," * 490_000 + b"[" * 200
+    body = b'{"x":[' + b"{}," * 49_000 + b"[" * 200
 
     async def story() -> int:
         turns, done = 0, asyncio.Event()
@@ -181,6 +181,6 @@ def test_the_limit_is_exact() -> None:
 
 
 def test_a_body_of_too_many_parts_is_refused_and_brackets_in_a_text_are_none() -> None:
-    with pytest.raises(BadJsonError, match="500,000 lists and objects"):
-        parse(b'{"x":[' + b"{}," * 500_000 + b"{}]}")
+    with pytest.raises(BadJsonError, match="50,000 lists and objects"):
+        parse(b'{"x":[' + b"{}," * 50_000 + b"{}]}")
     assert parse(b'{"x":"' + b"{}," * 500_001 + b'"}')["x"].startswith("{},")

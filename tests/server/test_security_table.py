@@ -47,6 +47,9 @@ TRIED: Mapping[str, tuple[str, ...]] = {
         "server/test_security.py::test_a_body_that_trickles_is_cut_off",
         "server/test_bodies.py::test_a_bomb_is_never_unpacked_beyond_the_limit",
         "server/test_bodies.py::test_a_body_of_too_many_parts_is_refused_and_brackets_in_a_text_are_none",
+        "server/test_heavy_bodies.py::test_nobody_waits_for_a_heavy_body",
+        "server/test_heavy_bodies.py::test_nobody_waits_for_ten_packed_ones",
+        "server/test_connections.py::test_a_body_at_the_least_rate_is_waited_for_and_a_slower_one_is_not",
     ),
     "headers": (
         "server/test_security.py::test_headers_that_trickle_are_cut_off",

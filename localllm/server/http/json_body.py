@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from localllm.errors import RequestError
 from localllm.server.http.asgi import Scope, Send
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
+from localllm.server.http.large_json import POOL, SlicedDecoder, Turns
 from localllm.server.http.settings import ServerSettings
 
 _GZIP, _ZLIB, _RAW = 31, 15, -15
@@ -25,18 +27,18 @@ _PIECE_BYTES = 2**18
 _SLICE_BYTES = 2**16
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# Larger bodies are parsed in a thread, so as not to block the event loop.
+# Larger bodies are read in slices, so as not to block the event loop.
 _SMALL_BYTES = 2**17
-# json.loads holds the GIL: this many containers take 0.1 s, and 32 MiB could hold a hundred times as many. Real
-# conversations with tools have thousands.
-_MOST_CONTAINERS = 500_000
+# What is made of them is validated in one go, so this bounds how long: 32 MiB could hold a hundred times as many. Real
+# conversations with tools have thousands; a prompt of token numbers has as many values as tokens.
+_MOST_CONTAINERS, _MOST_VALUES = 50_000, 1_000_000
 # ASGI scope key of a body that was read already.
 _READ = "localllm.body"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """`body` decoded; at most `limit_bytes` are ever held.
+def unpack(body: bytes, encoding: str, limit_bytes: int, look: Callable[[], object] = lambda: None) -> bytes:
+    """`body` decoded; at most `limit_bytes` are ever held. `look` is called between pieces.
 
     Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError for broken data."""
     match encoding.strip().lower():
@@ -61,6 +63,7 @@ def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
                 if size > limit_bytes:
                     raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
                 pieces.append(piece)
+                look()
                 if not piece and not unpacker.unconsumed_tail:
                     break
                 rest = unpacker.unconsumed_tail
@@ -141,9 +144,12 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
 
     body = await _received(request, settings)
     encoding = request.headers.get("content-encoding", "")
-    if encoding or len(body) > _SMALL_BYTES:
-        return await asyncio.to_thread(_unpacked, body, encoding, settings)
-    return JsonBody(body, parse(body, settings.max_json_depth))
+    small = min(_SMALL_BYTES, settings.max_body_bytes)
+    if len(body) <= small:
+        with contextlib.suppress(BodyTooLargeError):
+            raw = unpack(body, encoding, small)
+            return JsonBody(raw, parse(raw, settings.max_json_depth))
+    return await asyncio.get_running_loop().run_in_executor(POOL, _large, body, encoding, settings)
 
 
 async def _received(request: Request, settings: ServerSettings) -> bytes:
@@ -167,9 +173,38 @@ async def _received(request: Request, settings: ServerSettings) -> bytes:
     return b"".join(pieces)
 
 
-def _unpacked(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:
-    raw = unpack(body, encoding, settings.max_body_bytes)
-    return JsonBody(raw, parse(raw, settings.max_json_depth))
+def _large(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:
+    """The same as `unpack` and `parse`, in slices."""
+
+    def late() -> NoReturn:
+        raise BodyTooLargeError(
+            f"the body takes more than {settings.body_work_s:g} seconds to read", hint="send fewer values at once"
+        )
+
+    def count(depth: int, containers: int, values: int) -> None:
+        if depth > settings.max_json_depth:
+            raise BadJsonError(f"the body nests deeper than {settings.max_json_depth} levels")
+        if containers > _MOST_CONTAINERS:
+            raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")
+        if values > _MOST_VALUES:
+            raise BodyTooLargeError(f"the body holds more than {_MOST_VALUES:,} values")
+
+    with Turns(settings.body_work_s, late) as turns:
+        raw = unpack(body, encoding, settings.max_body_bytes, turns.look)
+        turns.look()
+        clean = None
+        for start in range(0, len(raw), _PIECE_BYTES):
+            if _may_hold_surrogates(raw[start : start + _PIECE_BYTES + 2]):
+                clean = _without_surrogates
+                break
+            turns.look()
+        decoder = SlicedDecoder(turns, count, clean, _refuse_constant)
+        return JsonBody(raw, _object(lambda: decoder.decode(_text(raw))))
+
+
+def _text(raw: bytes) -> str:
+    """As `json.loads` reads bytes."""
+    return raw.decode(json.detect_encoding(raw), "surrogatepass")
 
 
 async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
@@ -195,8 +230,16 @@ def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
         raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")
     if brackets > max_depth and nests_deeper(body, max_depth):
         raise BadJsonError(f"the body nests deeper than {max_depth} levels")
+    value = _object(lambda: json.loads(body, parse_constant=_refuse_constant))
+    if _may_hold_surrogates(body):
+        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+    return value
+
+
+def _object(read: Callable[[], Any]) -> dict[str, Any]:
+    """What `read` returns, which must be an object; what it fails with as a BadJsonError."""
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
+        value = read()
     except UnicodeDecodeError as e:
         raise BadJsonError(f"the body is not UTF-8 text: byte {e.start} is invalid") from e
     except json.JSONDecodeError as e:
@@ -205,9 +248,11 @@ def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
         raise BadJsonError("the body is not JSON this server can read: a number is too long or nesting too deep") from e
     if not isinstance(value, dict):
         raise BadJsonError("the body must be a JSON object")
-    if b"\\ud" in body or b"\\uD" in body or b"\xed" in body:
-        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
     return value
+
+
+def _may_hold_surrogates(body: bytes) -> bool:
+    return b"\\ud" in body or b"\\uD" in body or b"\xed" in body
 
 
 def _without_surrogates(value: Any) -> Any:

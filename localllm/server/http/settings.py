@@ -22,7 +22,7 @@ _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 # Limits of `ServerSettings` that are settings of the same names, and can't be 0.
 CONNECTION_LIMITS = (
     "max_connections", "max_unknown_connections", "idle_timeout_s", "idle_unknown_timeout_s", "header_timeout_s",
-    "body_timeout_s", "min_body_bytes_s",
+    "body_timeout_s", "min_body_bytes_s", "body_work_s",
 )  # fmt: skip
 
 
@@ -123,10 +123,11 @@ class ServerSettings:
     loopback names. Images are fetched only from `image_hosts` (name, port).
 
     `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status. `keepalive_s`: the longest
-    silence on a stream. `header_timeout_s`: the longest a client may take to send headers; `body_timeout_s` and a second for each
-    `min_body_bytes_s` that have come: a body. `idle_timeout_s`: a connection rests so long between requests, and
-    `idle_unknown_timeout_s` before the gate let a request of it in. `max_connections` of requests that were let in, all of
-    them busy: further ones are answered 503; `max_unknown_connections`: of others, from this machine and from outside each.
+    silence on a stream. `header_timeout_s`: the longest a client may take to send headers; `body_timeout_s` and a second for
+    each `min_body_bytes_s` that have come: a body; `body_work_s`: what unpacking and parsing it may take.
+    `idle_timeout_s`: a connection rests so long between requests, and `idle_unknown_timeout_s` before the gate let a request
+    of it in. `max_connections` of requests that were let in, all of them busy: further ones are answered 503;
+    `max_unknown_connections`: of others, from this machine and from outside each.
     `keeps_awake`: a desktop is kept from idle sleep while requests run.
     """
 
@@ -146,6 +147,7 @@ class ServerSettings:
     keepalive_s: float = 10.0
     body_timeout_s: float = 10.0
     min_body_bytes_s: int = 64_000
+    body_work_s: float = 10.0
     header_timeout_s: float = 10.0
     idle_timeout_s: float = 60.0
     idle_unknown_timeout_s: float = 5.0
