@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from localllm.conversation.prefix_reuse import ReasoningCache
 from localllm.engine.worker.client import EngineClient
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, WorkerDiedError
 from localllm.grammars.json_schema import settled
 from localllm.server.awake import Awake
 from localllm.server.generation.chat import ChatRequest, chat_job
@@ -176,7 +176,11 @@ class Server:
     ) -> GenerationJob:
         with self.serving(model, translated.keep_s):
             engine = await model.engine()
-            job = await self.job(translated.task, model, engine)
+            try:
+                job = await self.job(translated.task, model, engine)
+            except WorkerDiedError:
+                engine = await model.engine()
+                job = await self.job(translated.task, model, engine)
             writer = begin(job)
             if job.asked is not None:
                 writer = ReasoningRecorder(writer, self.reasoning_cache, job.asked)
@@ -184,7 +188,13 @@ class Server:
             job = replace(job, generation=replace(job.generation, tenant=account.name))
             usage: ReplyUsage | None = None
             try:
-                usage = await run(engine, job, writer, progress)
+                try:
+                    usage = await run(engine, job, writer, progress)
+                except WorkerDiedError:
+                    # Of an answer that has a beginning there is no second.
+                    if progress.written or job.answer.prefix or job.choices > 1:
+                        raise
+                    usage = await run(await model.engine(), job, writer, progress)
             finally:
                 # Of an answer that was cancelled or failed: what is known so far.
                 usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)

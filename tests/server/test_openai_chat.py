@@ -11,7 +11,7 @@ import pytest
 
 from localllm.engine.messages import Failure
 from support.http_server import Running, running_server
-from support.scripted_engine import Gate, ScriptedEngine
+from support.scripted_engine import Gate, ScriptedEngine, Step
 
 
 @pytest.fixture
@@ -176,6 +176,27 @@ def test_a_failure_before_the_first_token_is_a_status(http: httpx.Client, engine
     assert r.status_code == 503
     assert r.headers["retry-after"]
     assert r.json()["error"]["code"] == "worker_died"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_no_token_yet_is_tried_once_more_on_a_new_worker(
+    http: httpx.Client, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.load_error = None
+    tries: list[Step] = [Failure("", "worker_died", "gone"), "fine"]
+    engine.script = lambda request: [tries.pop(0)]
+    r = http.post("/v1/chat/completions", json={"messages": HI, "stream": stream})
+    assert r.status_code == 200
+    assert "fine" in r.text
+    assert "worker_died" not in r.text
+    assert tries == []
+
+
+def test_it_is_tried_no_third_time(http: httpx.Client, engine: ScriptedEngine) -> None:
+    tried = len(engine.requests)
+    engine.script = [Failure("", "worker_died", "gone")]
+    assert http.post("/v1/chat/completions", json={"messages": HI}).status_code == 503
+    assert len(engine.requests) == tried + 2
 
 
 def test_headers_and_comments_come_while_the_model_loads(http: httpx.Client, engine: ScriptedEngine) -> None:

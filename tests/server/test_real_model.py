@@ -15,6 +15,7 @@ from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
+from support.until import until
 
 QUESTION = [{"role": "user", "content": "Name the capital of France in one short sentence."}]
 
@@ -118,6 +119,20 @@ def test_a_killed_worker_costs_its_request_and_nothing_else(
     assert _ask(client, max_tokens=2).usage.completion_tokens == 2
     assert supervisor.client is not None
     assert supervisor.client.pid != worker.pid
+
+
+def test_a_worker_that_dies_while_nobody_asks_costs_the_next_request_nothing(
+    client: openai.OpenAI, supervisor: Supervisor
+) -> None:
+    """Whether its end has been noticed by then or not."""
+    for noticed in (False, True):
+        _ask(client, max_tokens=1)
+        worker = supervisor.client
+        assert worker is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        if noticed:
+            until(lambda worker=worker: not worker.alive, "its end is not noticed", timeout_s=10)
+        assert _ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
 WEATHER = {
