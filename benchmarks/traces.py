@@ -387,7 +387,10 @@ def our_hits(lines: Sequence[Sequence[int]], memory_tokens: int, disk_tokens: in
             generation = Generation(Sampling(temperature=0.0), 1, ignore_eos=True)
             events = engine.submit(Request(f"r{i}", prompt, generation), prompt)
             while engine.has_work:
-                events += engine.step() if engine.can_step else [e for e in () if engine.idle()]
+                if engine.can_step:
+                    events += engine.step()
+                else:
+                    engine.idle()
             end = events[-1]
             if isinstance(end, Failure):
                 raise RuntimeError(end.message)

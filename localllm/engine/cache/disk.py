@@ -133,6 +133,9 @@ class DiskTier:
     _outcomes: deque[tuple[DiskBlock, Outcome]] = field(default_factory=deque)
     _told: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
+    # When a file was last written: what all of them take, and how old the oldest is.
+    _files_bytes: int = 0
+    _oldest_ns: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _blocks: dict[Path, DiskBlock] = field(default_factory=dict)
@@ -294,6 +297,10 @@ class DiskTier:
             (self.quiet.clear if busy else self._working.clear)()
             (self._working.set if busy else self.quiet.set)()
 
+    def has_room(self, n_bytes: int, until_ns: int) -> bool:
+        """Could so many bytes be written without removing what was used after `until_ns`, as far as is known?"""
+        return self._files_bytes + n_bytes <= self.capacity_bytes or self._oldest_ns <= until_ns
+
     def hurry(self, wanted: bool) -> None:
         """Somebody waits for room in memory: write without waiting for a pause, or take that back."""
         if wanted and not self._hurry:
@@ -416,6 +423,8 @@ class DiskTier:
         if need_bytes > capacity_bytes:
             raise OSError("larger than the whole tier, or than what the disk has to spare")
         removed, enough = files_to_remove(files, total + need_bytes - capacity_bytes, block.file_time_ns)
+        self._files_bytes = total + need_bytes - sum(file.size_bytes for file in removed)
+        self._oldest_ns = min((f.used_ns for f in set(files) - set(removed)), default=0)
         for file in removed:
             file.path.unlink(missing_ok=True)
             gone = self._blocks.get(file.path)

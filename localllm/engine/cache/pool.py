@@ -387,6 +387,7 @@ class SequencePool:
 
     def finish(self) -> None:
         """Export what is idle, waiting for room if it must: nothing else is going on any more."""
+        self.kv.closing = True
         while self._idle:
             more = self.tick(busy=False)
             if not more and not (self.waiting and self.kv.wait(tunables.CLOSE_S)):

@@ -41,6 +41,7 @@ class KvStore:
         self._export_s = 0.0  # the least seen of a state's copy: others only ever add time
         self._snapshot = (1, 0)
         self.lost_blocks = 0
+        self.closing = False  # nothing can stay in the context
         if disk is not None:
             disk.open(self.cache, self.states)
 
@@ -173,6 +174,9 @@ class KvStore:
         n_tokens = len(prefix) - start
         along = None if newer else prefix
         until = self._evicts_until(used, force=force or newer)
+        stays = not (force or newer or self.has_points or self.closing)
+        if stays and self.disk is not None and not self.disk.has_room(self._least_bytes(n_tokens), until or 0):
+            return "full"
         space = self.budget.make_room(self._least_bytes(n_tokens), prefix=along, used=until, force=force)
         if space != "free":
             return space
@@ -212,7 +216,7 @@ class KvStore:
     def _evicts_until(self, used: int | None, *, force: bool) -> int | None:
         """What may be evicted for a sequence that was used at `used`: what was used before it, and unless it has to leave
         the context only what is forgotten."""
-        if force or self.has_points:
+        if force or self.has_points or self.closing:
             return used
         forgotten = self.budget.uses - int(tunables.FORGOTTEN_S * 1e9)
         return forgotten if used is None else min(used, forgotten)
