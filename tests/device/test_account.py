@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from device import recordings
 from localllm.device import cards, ggml, in_use, usable
 from localllm.device.machines import identify
+from localllm.device.named import resolve, with_memory
 from localllm.device.parsers import macos
 from localllm.device.types import Device, Readings
 from localllm.engine.host.memory import SystemMemory, check_load
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, UsageError
 from localllm.headroom import headroom_bytes
 from localllm.planner.plan import verdict
 from localllm.planner.types import MemoryNeed
@@ -223,3 +224,35 @@ def test_the_account_says_its_lines() -> None:
     assert said == "of 25.8 GB the system keeps 1.0 GB and others have 2.4 GB: 22.4 GB for a model"
     mac = replace(machine("mac_macmini_32gb_pressure").memory, source="Metal")
     assert mac.account().endswith("others have 4.1 GB and Metal allows 22.9 GB: 22.9 GB for a model")
+
+
+MACHINES = ["RTX 4090 + 64GB RAM", "2x RTX 3090 + 64GB RAM", "M4 Max 128GB", "DGX Spark", "Strix Halo 128GB"]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_others_are_to_have_of_the_system_is_said_and_never_more_to_load(name: str) -> None:
+    device, before = resolve(name), None
+    for keep in (0.0, 1.0, 6.0, 20.0, 40.0):
+        left = with_memory(device, headroom_gb=keep)
+        pool = (left.host if left.kind == "discrete" else left.memory) or pytest.fail("no system memory")
+        assert pool.limit_bytes + keep * GB <= pool.total_bytes
+        assert pool.loadable_bytes == pool.limit_bytes
+        assert not keep or f"the system keeps {keep:.1f} GB" in pool.account()
+        assert before is None or pool.loadable_bytes <= before
+        before = pool.loadable_bytes
+        if left.kind == "discrete":
+            assert left.memory == device.memory
+    with pytest.raises(UsageError, match="leaves nothing"):
+        with_memory(device, headroom_gb=1000)
+
+
+@pytest.mark.parametrize("name", MACHINES[:2])
+def test_what_others_are_to_have_of_cards_is_shared_out_and_said(name: str) -> None:
+    device = resolve(name)
+    left = with_memory(device, vram_headroom_gb=6)
+    assert device.memory.limit_bytes - left.memory.limit_bytes == 6 * GB
+    assert left.host == device.host
+    assert "the system keeps 6.0 GB" in left.memory.account()
+    assert sum(card.room_bytes for card in left.cards) in (0, pytest.approx(left.room_bytes, abs=4))
+    with pytest.raises(UsageError, match="leaves nothing"):
+        with_memory(device, vram_headroom_gb=200)

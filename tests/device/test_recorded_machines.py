@@ -142,13 +142,15 @@ def test_a_container_says_it_is_limited() -> None:
     assert device.memory.total_bytes == 4294967296
 
 
-def test_page_cache_in_a_container_counts_as_free() -> None:
+@pytest.mark.parametrize("active", [0, 4 * GIB, 6 * GIB])
+def test_page_cache_in_a_container_counts_as_free(active: int) -> None:
+    stat = f"anon 1073741824\ninactive_file {6 * GIB - active}\nactive_file {active}\n"
     files = {
         "/proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 30000000 kB\n",
         "/proc/self/cgroup": "0::/docker/abc",
         "/sys/fs/cgroup/docker/abc/memory.max": "8589934592",
         "/sys/fs/cgroup/docker/abc/memory.current": "7516192768",
-        "/sys/fs/cgroup/docker/abc/memory.stat": "anon 1073741824\ninactive_file 6442450944\n",
+        "/sys/fs/cgroup/docker/abc/memory.stat": stat,
     }
     memory = identify(Readings("linux", "x86_64", files)).memory
     assert memory.available_bytes == pytest.approx(8 * GIB - GIB - 0.5 * GIB, rel=1e-3)
@@ -204,7 +206,16 @@ def test_an_nvidia_gpu_whose_driver_is_silent_is_an_error_with_a_fix() -> None:
     assert [f.level for f in device.findings if f.fix and "NVIDIA" in f.message] == ["error"]
 
 
-def test_huge_pages_are_what_a_model_can_use_where_they_are_reserved() -> None:
+def test_huge_pages_that_somebody_reserved_leave_a_processor_what_is_available() -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 20000000 kB\n"
+        "HugePages_Total: 1024\nHugePages_Free: 0\nHugepagesize: 2048 kB\n"
+    }
+    memory = identify(Readings("linux", "x86_64", files)).memory
+    assert memory.available_bytes == pytest.approx(20000000 * KIB - 0.05 * 32 * GIB, rel=1e-6)
+
+
+def test_huge_pages_are_what_an_integrated_cuda_gpu_can_use_where_they_are_reserved() -> None:
     meminfo = (
         "MemTotal: 127600748 kB\nMemAvailable: 20000000 kB\n"
         "HugePages_Total: 50000\nHugePages_Free: 40000\nHugepagesize: 2048 kB\n"

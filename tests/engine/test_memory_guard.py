@@ -131,6 +131,39 @@ def test_the_older_cgroups_are_read_too_and_no_limit_is_none() -> None:
     assert system(v1).available_bytes() == 99_000
 
 
+def test_huge_pages_that_somebody_reserved_take_nothing_from_what_is_available() -> None:
+    huge = {"/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 60 kB\nHugePages_Total: 9\nHugePages_Free: 0\n"}
+    assert SystemMemory(read=huge.get).available_bytes() == 60 * KIB
+
+
+@pytest.mark.parametrize(("level", "means"), [(1, "none"), (2, "shrink"), (4, "hold")])
+@pytest.mark.parametrize("percent", [1, 50, 99])
+def test_macos_says_itself_how_short_memory_is(level: int, means: str, percent: int) -> None:
+    """Whatever is available: macOS compresses and swaps long before a Mac has nothing left, and then says so."""
+    said = {
+        "hw.memsize": 16 * GIB,
+        "kern.memorystatus_level": percent,
+        "kern.memorystatus_vm_pressure_level": level,
+    }
+    mac = SystemMemory(read=lambda _: None, sysctl=said.get)
+    guard = MemoryGuard(mac.available_bytes, headroom_bytes(mac.total_bytes), mac.pressure)
+    assert guard.look(0.0)
+    assert guard.pressure == means
+    assert guard.missing_bytes > 0 or (means == "none" and percent > 1)
+    assert (guard.spare_bytes or 0) == (
+        0 if means != "none" else max(0, 16 * GIB * percent // 100 - headroom_bytes(16 * GIB))
+    )
+
+
+@pytest.mark.parametrize("level", [None, 0, 3, 99])
+def test_a_level_nobody_knows_leaves_the_word_to_what_is_available(level: int | None) -> None:
+    mac = SystemMemory(read=lambda _: None, sysctl={"kern.memorystatus_vm_pressure_level": level}.get)
+    for available, means in ((2 * GIB, "none"), (90 * MB, "shrink"), (10 * MB, "hold")):
+        guard = MemoryGuard(lambda free=available: free, HEADROOM, mac.pressure)  # type: ignore[misc]
+        guard.look(0.0)
+        assert guard.pressure == means
+
+
 def test_a_system_that_does_not_say_is_unknown() -> None:
     assert SystemMemory(read={"/proc/meminfo": "MemTotal: 100 kB"}.get).available_bytes() is None
 

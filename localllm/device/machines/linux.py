@@ -188,11 +188,17 @@ def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRo
     name = readings.file("/proc/device-tree/model")[:80] if row is not None and row.family == "Jetson" else gpu.name
     if row is not None and row.family == "GB10":
         name = f"NVIDIA GB10 ({product})" if product else "NVIDIA GB10"
+    memory = system.base.memory
+    if (huge := system.memory.huge_free_bytes) is not None:
+        # Only reserved pages can hold a model here: https://github.com/ggml-org/llama.cpp/pull/17368
+        total, available, why = usable.in_container(system.memory.total_bytes, huge, linux.cgroup(readings))
+        memory = usable.shared_pool(total, available, why or "/proc/meminfo HugePages_Free")
     return replace(
         system.base,
         name=name or gpu.name,
         kind="unified",
         accelerator="cuda",
+        memory=memory,
         family=row.family if row else "cuda",
         bandwidth_gbps=bandwidth,
         fp16_tflops=fp16,

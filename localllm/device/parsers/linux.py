@@ -14,17 +14,19 @@ _CGROUP_V1_UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class MemInfo:
-    """/proc/meminfo in bytes. `available_bytes` includes page cache the kernel can drop."""
+    """/proc/meminfo in bytes. `available_bytes` includes page cache the kernel can drop; `huge_free_bytes` are the free ones
+    of the huge pages that somebody reserved (None: nobody did)."""
 
     total_bytes: int
     available_bytes: int
+    huge_free_bytes: int | None = None
 
 
 def meminfo(text: str) -> MemInfo | None:
     """/proc/meminfo; None without a usable MemTotal.
 
-    Where huge pages are reserved, only free huge pages can hold a model (llama.cpp's rule for integrated CUDA devices,
-    https://github.com/ggml-org/llama.cpp/pull/17368). MemFree is never used: it counts page cache as taken.
+    MemFree is never used: it counts page cache as taken. MemAvailable leaves reserved huge pages out, as they are nobody's
+    who did not ask for them.
     """
     values = key_values(text)
 
@@ -39,9 +41,8 @@ def meminfo(text: str) -> MemInfo | None:
     if available is None:  # kernels before 3.14
         available = (size("MemFree") or 0) + (size("Cached") or 0) + (size("Buffers") or 0)
     huge_pages = integer(values.get("HugePages_Total")) or 0
-    if huge_pages > 0:
-        available = max(integer(values.get("HugePages_Free")) or 0, 0) * (size("Hugepagesize") or 0)
-    return MemInfo(total, min(available, total))
+    huge_free = max(integer(values.get("HugePages_Free")) or 0, 0) * (size("Hugepagesize") or 0)
+    return MemInfo(total, min(available, total), min(huge_free, total) if huge_pages > 0 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class CgroupLimit:
 def cgroup(readings: Readings) -> CgroupLimit | None:
     """The tightest memory limit on the way from this process's cgroup to the root, v1 or v2; None if there is none.
 
-    ProcessorTimes memory leaves inactive file cache out: `max - current` under-estimates what is free after a model was read.
+    Page cache is left out, active or not, as the kernel takes it back before it ends a process: `max - current` under-estimates
+    what is free after a model was read twice.
     """
     tightest: CgroupLimit | None = None
     for path in _cgroup_folders(readings.file("/proc/self/cgroup")):
@@ -123,7 +125,8 @@ def cgroup(readings: Readings) -> CgroupLimit | None:
                 continue
             used = integer(readings.file(f"{path}/{used_name}")) or 0
             stat = key_values(readings.file(f"{path}/memory.stat"), " ")
-            cache = integer(stat.get("inactive_file") or stat.get("total_inactive_file")) or 0
+            prefix = "" if used_name == "memory.current" else "total_"  # v1: with the groups below
+            cache = sum(integer(stat.get(f"{prefix}{age}_file")) or 0 for age in ("inactive", "active"))
             tightest = CgroupLimit(limit, max(used - cache, 0), f"{path}/{limit_name}")
     return tightest
 
