@@ -49,6 +49,8 @@ from localllm_catalog.types import Model, Variant
 CPU_BATCH = 512
 # A plan this close to the limit leaves nothing for a longer prompt's buffers or another program: "tight".
 _TIGHT_SHARE = 0.93
+# Points that takes off a plan's rank.
+_TIGHT_COST = 2.0
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer by default.
 _SLOTS_PER_SEQUENCE_STATE = 4
 # Rows of logits a step may ask for: each sequence's own and its draft's, within what a step's buffer should cost.
@@ -219,17 +221,23 @@ def _with_host(
 def _whole(
     device: Device, model: Model, variant: Variant, settings: RunSettings, kinds: Sequence[str], offload: OffloadOptions
 ) -> _Settled | None:
-    """`settings` on their cards with the first of the KV types that fits; None where none does."""
+    """`settings` on their cards with the first of the KV types that fits, or a smaller one that fits with room where that costs
+    less than being tight does; None where none fits."""
     used = places.used(device, settings.placement)
+    tight: _Settled | None = None
     for kind in kinds:
+        if tight is not None and quality.kv_cost(kind) - quality.kv_cost(tight[0].kv_type) >= _TIGHT_COST:
+            break
         tried = placing.over_cards(used, model, variant, offload.over(settings.with_kv_type(kind)))
         need = memory.need(model, variant, tried, used)
         fits = verdict(used, need, split=tried.placement.is_split and device.kind == "discrete")
-        if fits != "no":
+        if fits not in ("no", "tight"):
             return tried, need, fits
+        if fits == "tight":
+            tight = tight or (tried, need, fits)
         if need.total_bytes - need.kv_bytes > used.room_bytes:
             break  # no type of cache is small enough
-    return None
+    return tight
 
 
 def _in_larger_steps(
@@ -245,8 +253,7 @@ def _in_larger_steps(
     settings, need, fits = settled
     device = places.used(device, settings.placement)
     if fits == "yes":
-        wider, needed = with_larger_micro_batch(device, model, variant, settings, need, prompt_tokens)
-        return (wider, needed, "yes") if verdict(device, needed) == "yes" else settled
+        return (*with_larger_micro_batch(device, model, variant, settings, need, prompt_tokens), "yes")
     if fits != "split" or model.experts is None or not offload.is_free:
         return settled
     rate = speed.decode(device, model, variant, settings).value
@@ -396,7 +403,7 @@ def score(plan: Plan, need: Need) -> float:
     points += _SLOW * doublings if doublings < 0 else min(_MOST_SPARE, _SPARE * doublings)
     points -= needs.points_lost(plan, need)
     if plan.fits == "tight":
-        points -= 2.0
+        points -= _TIGHT_COST
     if plan.fits == "split":
         points -= 1.0
     if plan.variant.is_estimate:
@@ -462,6 +469,6 @@ def with_larger_micro_batch(
     for size, share in sizes:
         tried = replace(settings, n_batch=size)
         taken = memory.need(model, variant, tried, device)
-        if taken.total_bytes - need.total_bytes <= share * need.limit_bytes:
+        if taken.total_bytes - need.total_bytes <= share * need.limit_bytes and verdict(device, taken) == "yes":
             return tried, taken
     return settings, need

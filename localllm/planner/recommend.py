@@ -235,22 +235,23 @@ def _best_of(
         reason = f"trained for {model.native_context:,} tokens, {workload.context:,} asked"
         return Rejected(model, smallest, reason, "context")
     small_enough = _small_enough(device, model, variants)
-    sound = [v for v in small_enough if _is_sound(model, v)]
-    poor = [v for v in small_enough if v not in sound]
     fitting: list[Plan] = []
-    for group in (sound, poor):
+    fast: list[Plan] = []
+    for is_sound in (True, False):  # a poor one where no sound one fits, or is fast enough
+        group = [v for v in small_enough if _is_sound(model, v) is is_sound]
         plans = [plan_for(device, model, v, workload, overrides=overrides, rough=True) for v in group]
-        fitting = [p for p in plans if p.fits != "no"]
-        if fitting:
+        plans = [p for p in plans if p.fits != "no"]
+        fast = [p for p in plans if not too_slow(p, need)]
+        if not fast and device.accelerator != "cpu":  # a prompt read in larger steps may come in time
+            plans = [plan_for(device, model, p.variant, workload, overrides=overrides) for p in plans]
+            fast = [p for p in plans if not too_slow(p, need)]
+        fitting = fitting or plans
+        if fast:
             break
     if not fitting:
         shown = typical(variants)
         needed = plan_for(device, model, shown, workload, overrides=overrides)
         return Rejected(model, shown, why.does_not_fit(needed, device), "memory")
-    fast = [p for p in fitting if not too_slow(p, need)]
-    if not fast and device.accelerator != "cpu":  # a prompt read in larger steps may come in time
-        fitting = [plan_for(device, model, p.variant, workload, overrides=overrides) for p in fitting]
-        fast = [p for p in fitting if not too_slow(p, need)]
     if not fast:
         quickest = max(fitting, key=lambda p: (p.decode_tok_s.value, p.variant.quant))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")

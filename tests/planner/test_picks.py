@@ -12,6 +12,7 @@ from localllm.planner import quality
 from localllm.planner.picks import line_of
 from localllm.planner.recommend import recommend, variants_of
 from localllm.planner.types import Plan, Recommendation, Workload
+from localllm.planner.why import all_memory
 from localllm_catalog import catalog
 from localllm_catalog.types import ESTIMATED, Purpose
 from planner import golden_picks
@@ -38,7 +39,7 @@ def no_worse(one: Plan, other: Plan) -> list[tuple[float, float]]:
         (one.quality, other.quality),
         (one.decode_tok_s.value, other.decode_tok_s.value),
         (-(one.ttft_cached_s or one.ttft_s).value, -(other.ttft_cached_s or other.ttft_s).value),
-        (-one.memory.total_bytes, -other.memory.total_bytes),
+        (-all_memory(one), -all_memory(other)),
         (one.settings.n_ctx, other.settings.n_ctx),
         (one.is_rated, other.is_rated),
         (not one.variant.is_estimate, not other.variant.is_estimate),

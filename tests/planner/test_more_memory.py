@@ -1,0 +1,110 @@
+"""More memory, in all or free, is never worse: what may be loaded, which models fit, and the first pick, on all devices."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from localllm.device import table
+from localllm.device.named import resolve
+from localllm.device.types import Device
+from localllm.planner import needs, quality
+from localllm.planner.plan import plan_for
+from localllm.planner.recommend import recommend
+from localllm.planner.types import Plan, Workload
+from localllm_catalog import catalog
+from localllm_catalog.types import Purpose
+
+CATALOG = catalog.load()
+CASES = [(row.name, purpose) for row in table.rows() for purpose in needs.NEEDS]
+SAMPLED = random.Random(46).sample(CASES, 6)
+# Of a first pick that is surer than the one before, points that it may be behind it.
+NEAR_POINTS = 2.0
+# What a file's rank differs by between the rough plan it is chosen by and its whole one.
+ROUGH_POINTS = 0.05
+
+
+def ladder(name: str, seed: str, steps: int) -> list[Device]:
+    """The device in sizes from half of what is sold to beyond it, each up to 8 % above the one before."""
+    draw = random.Random(f"{name} {seed}")
+    sold = next(row.memory_gb for row in table.rows() if row.name == name) or (32.0,)
+    size = min(sold) * 2 ** draw.uniform(-1, 1.5)
+    found = []
+    for _ in range(steps):
+        found.append(resolve(name, memory_gb=size))
+        size *= draw.uniform(1.01, 1.08)
+    return found
+
+
+def freer(device: Device, steps: int) -> list[Device]:
+    """The device with less and less of its memory in others' hands."""
+    whole = device.memory
+    found = []
+    for n in range(steps):
+        others = whole.limit_bytes * (steps - 1 - n) // (4 * steps)
+        memory = replace(whole, others_bytes=others, available_bytes=whole.limit_bytes - others)
+        found.append(replace(device, memory=memory))
+    return found
+
+
+def doubts(plan: Plan) -> tuple[bool, bool, bool, bool]:
+    """What makes a pick less sure, the first of them most."""
+    poor = quality.format_cost(plan.model, plan.variant) > 3.0
+    return poor, not plan.is_rated, plan.variant.is_estimate, plan.fits == "tight"
+
+
+def refused(device: Device, purpose: Purpose) -> tuple[Plan | None, dict[str, str]]:
+    """The first pick, and why each model is refused that does not fit in any format, or is too slow in all that do."""
+    answer = recommend(device, CATALOG.models, Workload(purpose), limit=1)
+    left = {r.model.id: r.reason for r in answer.rejected if r.kind in ("memory", "speed")}
+    left = {model: reason for model, reason in left.items() if not reason.endswith("would fit")}
+    return (answer.plans[0] if answer.plans else None), left
+
+
+def holds(devices: list[Device], purpose: Purpose) -> None:
+    """Each of `devices` is no worse than the one before, which has less memory."""
+    known = [refused(device, purpose) for device in devices]
+    for (less, refused_with_less), (more, refused_with_more) in itertools.pairwise(known):
+        assert refused_with_more.keys() <= refused_with_less.keys()
+        if less is None:
+            continue
+        assert more is not None
+        fallen = less.score - more.score
+        assert fallen <= ROUGH_POINTS or (doubts(more) < doubts(less) and fallen <= NEAR_POINTS), (less, more)
+
+
+@pytest.mark.parametrize(("name", "purpose"), SAMPLED)
+def test_more_memory_is_never_worse_sampled(name: str, purpose: Purpose) -> None:
+    holds(ladder(name, purpose, 3), purpose)
+    holds(freer(resolve(name), 2), purpose)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "purpose"), CASES)
+def test_more_memory_is_never_worse(name: str, purpose: Purpose) -> None:
+    holds(ladder(name, purpose, 2), purpose)
+
+
+def test_more_memory_of_any_device_never_makes_less_loadable() -> None:
+    for row in table.rows():
+        sizes = [resolve(row.name, memory_gb=1.5**n) for n in range(16)]
+        for less, more in itertools.pairwise(sizes):
+            assert less.room_bytes <= more.room_bytes <= more.memory.total_bytes
+            assert less.memory.available_bytes <= more.memory.available_bytes
+        for less, more in itertools.pairwise(freer(sizes[8], 8)):
+            assert less.memory.loadable_bytes <= more.memory.loadable_bytes
+
+
+def test_a_model_that_fits_with_room_still_does_where_a_larger_cache_fits_tightly() -> None:
+    """An Orin Nano had qwen3-8b with an 8-bit cache at 6.94 GB, and tightly, with a 16-bit one, at 7.07."""
+    device, model = resolve("Jetson Orin Nano 8GB"), CATALOG.by_id["qwen3-8b"]
+    variant = next(v for v in model.variants if v.quant == "Q4_K_M" and v.format == "gguf")
+    verdicts = []
+    for limit in range(4_000_000_000, 10_000_000_000, 50_000_000):
+        memory = replace(device.memory, total_bytes=limit, limit_bytes=limit, available_bytes=limit, system_bytes=0)
+        verdicts.append(plan_for(replace(device, memory=memory), model, variant, Workload()).fits)
+    assert verdicts == sorted(verdicts, key=["no", "tight", "yes"].index)
+    assert {"no", "tight", "yes"} == set(verdicts)
