@@ -96,13 +96,13 @@ def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
 
 
 def _found(device: Device) -> HealthCheck:
-    usable = f"{device.memory.limit_bytes / 1e9:.1f} GB usable"
-    if device.bandwidth_gbps is None:
-        return HealthCheck(
-            "device", "warning", f"{device.name}: {usable}, bandwidth unknown", "localllm device --measure"
-        )
+    said = f"{device.memory.limit_bytes / 1e9:.1f} GB usable ({'; '.join(device.accounts)})"
     figure = device.bandwidth_gbps
-    return HealthCheck("device", "ok", f"{device.name}: {usable}, {figure.value:g} GB/s ({figure.basis})")
+    if figure is None:
+        return HealthCheck(
+            "device", "warning", f"{device.name}: {said}, bandwidth unknown", "localllm device --measure"
+        )
+    return HealthCheck("device", "ok", f"{device.name}: {said}, {figure.value:g} GB/s ({figure.basis})")
 
 
 _SETUP = "localllm setup"

@@ -139,6 +139,15 @@ class Device:
         the slow system-memory fallback; of memory that the system lives in too its limit, as others can give way."""
         return self.memory.loadable_bytes if self.kind == "discrete" else self.memory.limit_bytes
 
+    @property
+    def accounts(self) -> list[str]:
+        """The account of each place that a plan is held against, a line each: every card, and system memory beside them."""
+        here = "this GPU" if self.kind == "discrete" else "this machine"
+        places = [(card.name, card.memory) for card in self.cards] or [(here, self.memory)]
+        if self.kind == "discrete" and self.host is not None:
+            places.append(("system memory", self.host))
+        return [memory.account() if len(places) < 2 else f"{name}: {memory.account()}" for name, memory in places]
+
 
 class DeviceUnreadableError(LocalLLMError):
     """The system did not say what every Device needs: how much memory there is."""

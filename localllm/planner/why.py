@@ -33,14 +33,6 @@ def place(device: Device) -> str:
     return "this GPU" if device.kind == "discrete" else "this machine"
 
 
-def accounts(device: Device) -> list[str]:
-    """The account of each place that a plan on `device` is held against, a line each."""
-    places_ = [(card.name, card.memory) for card in device.cards] or [(place(device), device.memory)]
-    if device.kind == "discrete" and device.host is not None:
-        places_.append(("system memory", device.host))
-    return [memory.account() if len(places_) < 2 else f"{name}: {memory.account()}" for name, memory in places_]
-
-
 def does_not_fit(plan: Plan, device: Device) -> str:
     """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the need)."""
     needed = plan.memory.total_bytes + plan.memory.host_bytes

@@ -193,3 +193,16 @@ def test_an_unknown_bandwidth_is_a_finding_of_doctor() -> None:
     unknown = replace(identify(recordings.load("cpu_only_vm")), bandwidth_gbps=None)
     first = judge(unknown, HealthFacts())[0]
     assert (first.status, first.fix) == ("warning", "localllm device --measure")
+
+
+@pytest.mark.parametrize("name", ["RTX 4090 + 64GB RAM", "2x RTX 3090 + 64GB RAM", "M4 Max 128GB", "DGX Spark"])
+def test_doctor_and_device_say_the_account_of_each_place(name: str) -> None:
+    device = resolve(name)
+    memories = [card.memory for card in device.cards] or [device.memory]
+    memories += [device.host] if device.host is not None and device.kind == "discrete" else []
+    checked, shown = judge(device, HealthFacts())[0].message, device_command.lines(device)
+    assert len(device.accounts) == len(memories)
+    for memory, line in zip(memories, device.accounts, strict=True):
+        assert line.endswith(memory.account())
+        assert line in checked
+        assert f"  · {line}" in shown

@@ -117,7 +117,7 @@ def lines(found: Device) -> list[str]:
     out = [f"{found.name}{' (simulated)' if found.simulated else ''}"]
     for label, value, known in rows:
         out.append(f"  {label:<{width}}  {value:<{value_width}}  {known}".rstrip())
-    return [*out, *_finding_lines(found.findings)]
+    return [*out, *[f"  · {account}" for account in found.accounts], *_finding_lines(found.findings)]
 
 
 def _finding_lines(findings: Sequence[Finding]) -> list[str]:

@@ -116,12 +116,11 @@ def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None
         return plan
     if settings.value("workers"):
         return None
-    from localllm.planner.why import accounts
 
     need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
     raise DoesNotFitError(
         f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
-        f"and this machine has {limit / 1e9:.1f} GB usable ({'; '.join(accounts(inputs.device)) if inputs else ''})"
+        f"and this machine has {limit / 1e9:.1f} GB usable ({'; '.join(inputs.device.accounts) if inputs else ''})"
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from localllm.plain_output import ascii_json
 from localllm.planner.needs import span
 from localllm.planner.types import backend_of
-from localllm.planner.why import accounts, gb, mb, rate
+from localllm.planner.why import gb, mb, rate
 from localllm_backends import registry
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def heading(device: Device, what: str) -> list[str]:
     return [
         *_wrapped(f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", further="  "),
         *_wrapped(usable, further="  "),
-        *[line for account in accounts(device) for line in _wrapped(account, further="  ")],
+        *[line for account in device.accounts for line in _wrapped(account, further="  ")],
     ]
 
 
