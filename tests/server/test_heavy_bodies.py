@@ -26,7 +26,8 @@ from support.scripted_engine import ScriptedEngine
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer s3cret"}
 TYPE = {"content-type": "application/json"}
-MOST_S = 0.1
+# The aim is 0.1 s on a machine that does nothing else; read in one go, these bodies held everybody for 1 to 4 s.
+MOST_S = 0.6
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
