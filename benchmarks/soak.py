@@ -159,12 +159,13 @@ async def kill(http: httpx.AsyncClient, server_pid: int, moment: str, rng: rando
     if moment != "idle":
         killed = time.monotonic()
         victim.kill()
+    recovery = asyncio.create_task(_recover(http, report))
     ends = await asyncio.gather(*flight)
     report.ends += ends
     # One that had no token yet is tried once more, and takes as long as any.
     worst = max((e.at_s for e in ends if e.end != "finished"), default=killed) - killed
     report.after_kill_s.setdefault(moment, []).append(worst)
-    report.recovery_s.append(await _recover(http, report) - killed)
+    report.recovery_s.append(await recovery - killed)
     ways = dict(Counter(f"{e.end} {e.why}".strip() for e in ends))
     print(
         f"  killed in {moment}: {ways} within {worst:.2f} s, served again after {report.recovery_s[-1]:.2f} s",
