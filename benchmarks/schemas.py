@@ -39,7 +39,7 @@ class _Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-_TOKENIZER = LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), eos_token=[256])
+TOKENIZER = LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), eos_token=[256])
 
 
 def answer(schema: Any) -> str:
@@ -73,7 +73,7 @@ def allows(matcher: LLMatcher, text: str) -> bool:
 def matcher_of(path: Any, schema: Any, why: Counter[str]) -> LLMatcher | None:
     """A matcher of the schema; None, and the reason counted, where it is refused."""
     try:
-        matcher = LLMatcher(_TOKENIZER, path(schema), log_level=0)
+        matcher = LLMatcher(TOKENIZER, path(schema), log_level=0)
         reason = matcher.get_error().splitlines()[0] if matcher.is_error() else ""
     except (UnsupportedError, ValueError) as e:
         reason = str(e)

@@ -5,24 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import llguidance
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
+from benchmarks.schemas import TOKENIZER
 from localllm.grammars.json_lark import ANY_ORDER
 from localllm.grammars.json_schema import schemas_in
-
-
-class _Bytes:
-    eos_token_id = 256
-    bos_token_id = None
-    special_token_ids = (256,)
-    tokens = (*(bytes([i]) for i in range(256)), b"\xff<eos>")
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
-TOKENIZER = LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), eos_token=[256])
 
 
 def matcher_of(grammar: str) -> LLMatcher:
