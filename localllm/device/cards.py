@@ -54,6 +54,16 @@ def given_back(device: Device, n_bytes: int) -> Device:
     return replace(device, memory=whole, cards=each)
 
 
+def within(device: Device, share: float) -> Device:
+    """`device` when of what a plan may take of it now only `share` (0 to 1) could be had, of each card alike."""
+
+    def less(one: Device) -> Memory:
+        return replace(one.memory, limit_bytes=int(share * one.room_bytes))
+
+    each = tuple(replace(card, memory=less(card)) for card in device.cards)
+    return replace(device, memory=_sum([card.memory for card in each]) if each else less(device), cards=each)
+
+
 def _joined(cards: Sequence[Device]) -> str:
     counted = Counter(card.name for card in cards)
     return " + ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import httpx
 import pytest
 
 from localllm import paths
+from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.compose.model_router import router_of
 from localllm.cli.compose.presets import KEYS, load_presets
+from localllm.cli.compose.served_models import planned
 from localllm.engine.messages import Generation
 from localllm.engine.worker.supervisor import Supervisor
-from localllm.errors import ModelNotFoundError, UsageError
+from localllm.errors import DoesNotFitError, ModelNotFoundError, UsageError
 from localllm.library import store
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.worker import ModelWorker
 from localllm.server.serving import with_defaults
 from localllm.settings import Settings
 from models.tiny_bert import write_bert
@@ -278,3 +282,36 @@ def test_what_is_wrong_in_a_preset_is_said_with_its_key(text: str, says: str) ->
 def test_every_key_of_a_preset_is_in_the_docs() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     assert [key for key in KEYS if f"`{key}`" not in text] == []
+
+
+def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_less_and_that_is_said(smollm2: Path) -> None:
+    load = load_plan_named(str(smollm2), Settings({"context": 4096}))
+    # A KV cache that no machine has: 90 GB and more in one piece.
+    spec = replace(load.options.spec, n_ctx=1 << 22)
+    model = planned(replace(load, options=replace(load.options, spec=spec)))
+    worker = ModelWorker("m", model.host, model.facts, loading=model.loading)
+
+    async def story() -> int:
+        engine = await worker.engine()
+        assert await engine.tokenize("here it is")
+        await worker.close()
+        return engine.info.n_ctx
+
+    assert asyncio.run(story()) == 4096
+    assert "4,096 tokens of context instead of 4,194,304" in worker.notice
+
+    nothing_less = replace(load, options=replace(load.options, spec=spec), smaller=lambda: None)
+    with pytest.raises(DoesNotFitError, match="context of 4194304 tokens"):
+        asyncio.run(planned(nothing_less).host.engine())
+
+
+def test_a_second_try_takes_a_tenth_less_of_memory_and_never_a_third(smollm2: Path) -> None:
+    load = load_plan_named(str(smollm2), Settings())
+    less = load.smaller()
+    assert load.plan is not None
+    assert less is not None
+    assert less.plan is not None
+    assert less.plan.memory.total_bytes <= 0.9 * load.plan.memory.total_bytes
+    assert less.smaller() is None
+    chosen = load_plan_named(str(smollm2), Settings({"context": 4096, "kv_type": "f16", "parallel": 1}))
+    assert chosen.smaller() is None, "what was chosen by hand stays"

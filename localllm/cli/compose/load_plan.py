@@ -7,6 +7,7 @@ The walk: `library.resolve` finds the files, `plan_inputs` what the planner is a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from localllm.cli.compose.load_spec import spec_of
@@ -15,6 +16,8 @@ from localllm.cli.compose.projector import ImageProjector, left_out, projector_b
 from localllm.errors import DoesNotFitError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from localllm.cli.compose.presets import Preset
     from localllm.engine.worker.client import WorkerOptions
     from localllm.engine.worker.embedding import EmbeddingOptions
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 # What the buffers of an embedding model take: an assumption that models of up to 2,048 tokens stay below.
 _EMBEDDING_BUFFERS_BYTES = 250_000_000
+# What a load that ran out of memory takes the second time, of what it was to take or of what is there by then.
+_ONCE_MORE_SHARE = 0.9
 # llama.h, enum llama_pooling_type: mean, CLS and last token make vectors, 4 ranks (0 is none).
 _POOLINGS: dict[int, Literal["embeds", "ranks"]] = {1: "embeds", 2: "embeds", 3: "embeds", 4: "ranks"}
 
@@ -34,7 +39,8 @@ _POOLINGS: dict[int, Literal["embeds", "ranks"]] = {1: "embeds", 2: "embeds", 3:
 class LoadPlan:
     """A model ready to be loaded: `name` for clients, the worker's options, and the Plan they came from (None: its header
     says too little to plan by). `embedding`: the options of one that makes vectors, or scores where it `ranks`. `preset`:
-    the one of config.toml that it was named by."""
+    the one of config.toml that it was named by. `smaller`: the same model with less memory, for a load that ran out of it (None:
+    there is nothing to give up)."""
 
     name: str
     local: LocalModel
@@ -44,6 +50,7 @@ class LoadPlan:
     preset: Preset | None = None
     ranks: bool = False
     projector: ImageProjector = field(default_factory=ImageProjector)
+    smaller: Callable[[], LoadPlan | None] = lambda: None
 
     @property
     def needs_bytes(self) -> int:
@@ -72,11 +79,18 @@ def load_plan_named(reference: str | None, settings: Settings, purpose: Purpose 
 
 
 def make_load_plan(
-    local: LocalModel, settings: Settings, purpose: Purpose = "chat", *, of: int = 1, spare_bytes: int = 0
+    local: LocalModel,
+    settings: Settings,
+    purpose: Purpose = "chat",
+    *,
+    of: int = 1,
+    spare_bytes: int = 0,
+    ran_out: Plan | None = None,
 ) -> LoadPlan:
     """Plan files on this disk on this machine, and make worker options that run exactly that plan. `of` models share the
-    memory for cached prefixes; `spare_bytes`: what others would give back to make room. Raises as `load_plan_named`."""
-    from localllm.device.cards import given_back
+    memory for cached prefixes; `spare_bytes`: what others would give back to make room; `ran_out`: a plan that
+    memory was not enough for, this one takes a tenth less. Raises as `load_plan_named`."""
+    from localllm.device.cards import given_back, within
     from localllm.engine.worker import backends
 
     # Said now, before anything is planned: no backend runs these files, or its package is missing.
@@ -88,6 +102,9 @@ def make_load_plan(
     inputs = plan_inputs(local, settings, purpose, second)
     if inputs is not None and spare_bytes:
         inputs = replace(inputs, device=given_back(inputs.device, spare_bytes))
+    if inputs is not None and ran_out is not None:
+        most = _ONCE_MORE_SHARE * min(ran_out.memory.total_bytes, inputs.device.room_bytes)
+        inputs = replace(inputs, device=within(inputs.device, most / inputs.device.room_bytes))
     plan = _first_plan(local, settings, inputs)
     free = free_for_models(_headroom_bytes(settings))
     room = _Room(local, inputs, None if free is None else free + spare_bytes)
@@ -100,7 +117,16 @@ def make_load_plan(
     planned_bytes = takes + projector.need_bytes if takes else 0
     engine = _engine_settings(local, settings, draft=draft, of=of, planned_bytes=planned_bytes)
     options = _worker_options(spec, settings, engine, second)
-    return LoadPlan(local.name, local, options, plan, projector=projector)
+    load = LoadPlan(local.name, local, options, plan, projector=projector)
+    return load if ran_out is not None else replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
+
+
+def _smaller(local: LocalModel, settings: Settings, purpose: Purpose, of: int, ran_out: Plan | None) -> LoadPlan | None:
+    try:
+        load = make_load_plan(local, settings, purpose, of=of, ran_out=ran_out) if ran_out is not None else None
+    except DoesNotFitError:
+        return None
+    return load if load is not None and load.plan is not None else None
 
 
 # -- the plan that fits ------------------------------------------------------------------------------------------------

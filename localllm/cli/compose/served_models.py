@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from localllm.cli.compose.load_plan import LoadPlan
     from localllm.cli.compose.presets import Preset
     from localllm.engine.messages import Sampling
+    from localllm.engine.worker.client import WorkerOptions
     from localllm.library.types import LocalModel
     from localllm.planner.types import Plan
     from localllm.server.models.served import ServedModel
@@ -139,7 +140,15 @@ def planned(load: LoadPlan, told: Callable[[float], None] | None = None) -> Plan
         if told is not None:
             told(share)
 
-    host = Supervisor(load.embedding) if load.embedding is not None else Supervisor(load.options, hear)
+    def smaller() -> WorkerOptions | None:
+        less = load.smaller()
+        if less is None:
+            return None
+        loading.notice = _given_up(load, less)
+        log.warning("%s: %s", load.name, loading.notice)
+        return less.options
+
+    host = Supervisor(load.embedding) if load.embedding is not None else Supervisor(load.options, hear, smaller=smaller)
     plan = load.plan
     facts = ModelMetadata(
         sampling=own_sampling(plan),
@@ -155,6 +164,19 @@ def planned(load: LoadPlan, told: Callable[[float], None] | None = None) -> Plan
         physics=_physics(plan),
     )
     return PlannedModel(host, facts, loading)
+
+
+def _given_up(load: LoadPlan, less: LoadPlan) -> str:
+    """A sentence on what a load that ran out of memory does without."""
+    asked, got = load.options.spec, less.options.spec
+    instead = [f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}"] if got.n_ctx < asked.n_ctx else []
+    if (got.kv_type_k, got.kv_type_v) != (asked.kv_type_k, asked.kv_type_v):
+        instead.append(f"{got.kv_type_k} instead of {asked.kv_type_k} for its KV cache")
+    if got.placement != asked.placement:
+        instead.append("less of it on the GPU")
+    if load.projector.file is not None and less.projector.file is None:
+        instead.append("no images")
+    return f"memory ran out while it was loaded: tried once more with {' and '.join(instead) or 'smaller buffers'}"
 
 
 def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:

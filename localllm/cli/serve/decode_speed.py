@@ -203,7 +203,7 @@ class DecodeSpeedWatch:
             said = notice(worker.name, verdict, earlier, here)
             self.told.append(said)
             self._say(said)
-        worker.notice = said
+            worker.notice = f"{worker.notice} {said}".strip()
         keep(key, StartRecord(datetime.date.today().isoformat(), steps, here.lasting, said))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from localllm.engine.host.memory import Available
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.errors import BusyError, WorkerDiedError
+from localllm.errors import BusyError, DoesNotFitError, WorkerDiedError
 from localllm_backends.contract import ModelInfo
 
 # A model that crashes at once must not be reloaded in a tight loop.
@@ -50,7 +50,8 @@ class Supervisor(Generic[E]):
     """One model's worker over time (implements localllm.engine.worker.client.Host).
 
     `available` says how many bytes of the system's memory can be taken now (None: asked of the system). Every load
-    must leave the options' headroom free.
+    must leave the options' headroom free. `smaller`: called in a thread when a load runs out of memory, for options that take less
+    (None: there are none); they are tried once, and kept.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Supervisor(Generic[E]):
         options: Startable[E],
         on_loading: Callable[[float], None] | None = None,
         available: Available | None = None,
+        smaller: Callable[[], Startable[E] | None] | None = None,
     ) -> None:
         self.options = options
+        self._smaller = smaller
         self._on_loading = on_loading
         self._available = available
         self._engine: E | None = None
@@ -85,9 +88,8 @@ class Supervisor(Generic[E]):
             if self._engine is not None:
                 await self._after_crash(self._engine)
             await self._back_off()
-            await asyncio.to_thread(self.options.check_memory, self._available)
             try:
-                self._engine = await self.options.start(self._on_loading)
+                self._engine = await self._start()
             except WorkerDiedError:
                 self._count_crash(healthy=False)
                 raise
@@ -96,6 +98,18 @@ class Supervisor(Generic[E]):
             if self.options.hang_s > 0:
                 self._watch = asyncio.create_task(watch(self._engine, self.options.hang_s))
             return self._engine
+
+    async def _start(self) -> E:
+        try:
+            await asyncio.to_thread(self.options.check_memory, self._available)
+            return await self.options.start(self._on_loading)
+        except DoesNotFitError:
+            # Planned before others took of it, or the driver needs more than it was planned to.
+            less = await asyncio.to_thread(self._smaller) if self._smaller is not None else None
+            if less is None:
+                raise
+            self.options, self._smaller = less, None
+        return await self._start()
 
     async def close(self) -> None:
         async with self._lock:

@@ -120,10 +120,11 @@ class ModelMetadata:
 
 
 class LoadProgress:
-    """The share of a model that is loaded, 0 to 1, as its worker reports it."""
+    """The share of a model that is loaded, 0 to 1, as its worker reports it, and what its users should know of that."""
 
     def __init__(self) -> None:
         self.share = 0.0
+        self.notice = ""
 
     def __call__(self, share: float) -> None:
         self.share = share
@@ -260,6 +261,7 @@ class ModelWorker:
             raise
         else:
             self.info, self.loaded, self.failure, self.failure_hint = engine.info, True, "", ""
+            self.notice = self._loading.notice
             return engine
         finally:
             self._load = None
