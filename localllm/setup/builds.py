@@ -8,6 +8,7 @@ in every child: nothing of the installation itself is changed, and going back is
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -44,7 +45,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A finished build. `devices` and `trial` are what it said of itself when it was made, `made` the day (ISO)."""
+    """A finished build. `devices` and `trial` are what it said of itself when it was made, `made` the day (ISO), `drivers` what
+    `drivers_now` said when it was last tried."""
 
     name: str
     backend: str
@@ -54,6 +56,7 @@ class Build:
     devices: tuple[str, ...] = ()
     trial: str = ""
     library_dirs: tuple[str, ...] = ()
+    drivers: str = ""
 
     @property
     def folder(self) -> Path:
@@ -111,6 +114,38 @@ def finish(build: Build) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(build), indent=2) + "\n", encoding="utf-8")
     partial.replace(file)
+
+
+def drivers_now(root: Path = Path("/")) -> str:
+    """The versions of this system's GPU drivers, as far as Linux says them: of kernel modules that come on their own, the kernel's
+    where they come with it, ROCm's, and when Vulkan's drivers were installed. "" where there are none."""
+    modules = root / "sys/module"
+    found = [f"{name} {_line(modules / name / 'version')}" for name in ("nvidia", "amdgpu", "i915", "xe")]
+    if any((modules / name).is_dir() for name in ("amdgpu", "i915", "xe")):
+        found.append("Linux " + ".".join(_line(root / "proc/sys/kernel/osrelease").split(".")[:2]))
+    found.append(f"ROCm {_line(root / 'opt/rocm/.info/version')}")
+    folders = (root / "usr/share/vulkan/icd.d", root / "etc/vulkan/icd.d")
+    vulkan = sorted((f.name, f.stat().st_mtime_ns) for folder in folders for f in folder.glob("*.json") if f.is_file())
+    found.append(f"Vulkan {hashlib.sha256(repr(vulkan).encode()).hexdigest()[:8] if vulkan else ''}")
+    return "; ".join(said for said in found if not said.endswith(" "))
+
+
+def _line(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()[:80]
+    except OSError:
+        return ""
+
+
+def stale(build: Build, drivers: str) -> str:
+    """One sentence where `drivers` are not those that `build` was tried with: it may compute nonsense now, unnoticed."""
+    if not build.drivers or not drivers or build.drivers == drivers:
+        return ""
+    before, now = build.drivers.split("; "), drivers.split("; ")
+    changed = ", ".join(said for said in now if said not in before) or "one is gone"
+    return (
+        f"the GPU's drivers changed since the build {build.name} was tried ({changed}): `localllm setup` tries it again"
+    )
 
 
 def chosen() -> str:

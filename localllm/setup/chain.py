@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from localllm.setup import builds, install, trial
@@ -81,4 +82,6 @@ def _try_again(recipe: BuildRecipe, model: Path, say: Say) -> None:
     if verdict.failure:
         hint = "`localllm setup --again` makes it anew, `localllm setup --use own` goes back to the one that came along"
         raise SetupError(f"the build {recipe.name} is there, but {verdict.failure}", hint=hint)
+    if recipe.name != builds.OWN:
+        builds.finish(replace(builds.named(recipe.name), trial=verdict.said, drivers=builds.drivers_now()))
     say(f"the build {recipe.name} is there and works: {verdict.said}")

@@ -73,7 +73,7 @@ def make(
             raise SlowerBuildError(f"{recipe.name} works, but {slower}")
         build = builds.Build(
             recipe.name, recipe.backend, recipe.title, host.version, datetime.date.today().isoformat(),
-            verdict.devices, verdict.said, recipe.library_dirs,
+            verdict.devices, verdict.said, recipe.library_dirs, builds.drivers_now(),
         )  # fmt: skip
         builds.finish(build)
         return build

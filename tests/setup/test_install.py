@@ -208,6 +208,43 @@ def test_one_run_can_have_another_build_and_a_name_that_is_not_there_is_an_error
     engine_builds.activate("setup")
 
 
+def test_a_build_whose_drivers_have_changed_is_said_until_setup_has_tried_it_again(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builds, "drivers_now", lambda: "nvidia 2.0; ROCm 7.2")
+    build = finished()
+    builds.finish(replace(build, drivers="nvidia 1.0; ROCm 7.2"))
+    builds.choose("cpu")
+    engine_builds.activate("config")
+    assert capsys.readouterr().err == ""
+    engine_builds.activate("serve")
+    assert "(nvidia 2.0)" in capsys.readouterr().err
+    chain.settle(CPU, HOST, tiny_model, silent)
+    assert builds.named("cpu").drivers == "nvidia 2.0; ROCm 7.2"
+    engine_builds.activate("serve")
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_system_says_of_its_drivers(tmp_path: Path) -> None:
+    def file(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert builds.drivers_now(tmp_path) == ""
+    file("sys/module/nvidia/version", "580.95.05\n")
+    file("proc/sys/kernel/osrelease", "6.17.1-generic\n")
+    file("opt/rocm/.info/version", "7.2.0-43\n")
+    before = builds.drivers_now(tmp_path)
+    assert before == "nvidia 580.95.05; ROCm 7.2.0-43"
+    (tmp_path / "sys/module/amdgpu").mkdir()
+    file("usr/share/vulkan/icd.d/radeon.json", "{}")
+    now = builds.drivers_now(tmp_path)
+    assert "Linux 6.17;" in now
+    said = builds.stale(builds.Build("rocm", "rocm", "", "", "", drivers=before), now)
+    assert "Vulkan " in said
+    assert "ROCm" not in said
+
+
 def test_a_chosen_build_that_is_gone_is_said_once_and_the_own_one_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

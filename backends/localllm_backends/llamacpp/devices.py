@@ -31,7 +31,9 @@ _CELLS = 256  # llama.cpp pads every context to this many
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device of the loaded library: its handle, ggml's name for it ("Vulkan0"), and the bytes free and in all."""
+    """One device of the loaded library: its handle, ggml's name for it ("Vulkan0"), and the bytes free and in all. With
+    GGML_CUDA_ENABLE_UNIFIED_MEMORY ggml calls free what the system has (https://github.com/ggml-org/llama.cpp/issues/17536): no
+    more than is in all is believed."""
 
     handle: int
     name: str
@@ -54,7 +56,7 @@ def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
     for device in found:
         free, total = size(), size()
         memory(device, ctypes.byref(free), ctypes.byref(total))
-        answer.append(Accelerator(device, _text(name(device)), free.value, total.value))
+        answer.append(Accelerator(device, _text(name(device)), min(free.value, total.value), total.value))
     return answer
 
 

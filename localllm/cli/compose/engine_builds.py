@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Those that choose, show or mend builds and settings must run whatever is chosen.
 _NEVER_FAIL = ("setup", "config", "doctor", "device")
+# Those whose answers a build that computes nonsense would spoil.
+_RUN_MODELS = ("chat", "serve", "doctor")
 # What a turn of a conversation is, where two builds are weighed: tokens read and written.
 _READ_TOKENS, _WRITTEN_TOKENS = 2048, 400
 _WORTH_IT = 0.95
@@ -36,7 +38,14 @@ def activate(command: str | None) -> None:
     from localllm.setup import builds
 
     try:
-        builds.apply(named or builds.chosen(), os.environ, sys.path)
+        name = named or builds.chosen()
+        builds.apply(name, os.environ, sys.path)
+        if (
+            command in _RUN_MODELS
+            and name != builds.OWN
+            and (said := builds.stale(builds.named(name), builds.drivers_now()))
+        ):
+            print(f"note: {said}", file=sys.stderr)
     except LocalLLMError as e:
         if named and command not in _NEVER_FAIL:
             raise
