@@ -240,7 +240,8 @@ class Backend(ABC):
     # --- Capabilities.vision: a sequence is cut, forked, exported and imported only where no image is cut in two.
 
     def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
-        """A prompt of text and images as runs of token ids and of images, with what the model wants around each image.
+        """A prompt of text (in a LiteralText no control token is read) and images as runs of token ids and of images, with what
+        the model wants around each image.
         Any thread. BackendFailure where an image can't be read."""
         raise NotImplementedError
 

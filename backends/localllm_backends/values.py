@@ -112,7 +112,7 @@ class ModelInfo:
     `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
     `vision`: its prompts may have images. `kv_meaning` names, besides those and the KV types, all that gives exported KV
     its meaning: the versions of the libraries that compute it and whatever changes how they do. KV written under
-    another one must never be imported.
+    another one must never be imported. `control_texts`: how its control tokens are written (control_text.py).
     """
 
     architecture: str
@@ -139,6 +139,7 @@ class ModelInfo:
     vision: bool = False
     fim_tokens: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
+    control_texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

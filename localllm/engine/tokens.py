@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import ImageRun
+from localllm_backends.contract import Backend, ImageRun
+from localllm_backends.control_text import LiteralText, control_texts
 
 # A line of token ids, images among them.
 Tokens = NDArray[np.int32]
@@ -29,6 +30,15 @@ def split(text: str, marks: Collection[str]) -> list[tuple[str, bool]]:
         return [(text, False)]
     parts = re.split(f"({'|'.join(map(re.escape, marks))})", text)
     return [(part, i % 2 == 1) for i, part in enumerate(parts) if part]
+
+
+def tokenized(backend: Backend, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+    """The tokens of `text`; where it is marked (control_text.py) control tokens in it are text, whatever `special` says."""
+    tokens: list[int] = []
+    for i, run in enumerate(control_texts(backend.info.control_texts).runs(text)):
+        parsed = special and not isinstance(run, LiteralText)
+        tokens += backend.tokenize(run, special=parsed, add_bos=add_bos and i == 0)
+    return tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

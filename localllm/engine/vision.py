@@ -28,6 +28,7 @@ from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant
 from localllm.engine.tokens import Placed, laid_out, split
 from localllm_backends.contract import Backend, BackendFailure, ImagePixels, ImageRun
+from localllm_backends.control_text import control_texts
 
 Embeddings = NDArray[np.float32]
 # Pixels are kept for the encoder, which comes soon: after that a file that is seen again is known by its size and hash.
@@ -49,7 +50,10 @@ class ImageReader:
         parts = split(prompt, images)
         if sum(image for _, image in parts) > MOST_IMAGES:
             raise ImageError(f"a prompt may have {MOST_IMAGES} images at most")
-        made = [self._picture(images[part]) if image else part for part, image in parts]
+        controls = control_texts(self._backend.info.control_texts)
+        made: list[str | ImagePixels] = []
+        for part, image in parts:
+            made += [self._picture(images[part])] if image else controls.runs(part)
         return laid_out(self._backend.tokenize_images(made, add_bos=add_bos))
 
     def _picture(self, file: str) -> ImagePixels:

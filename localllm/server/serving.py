@@ -31,6 +31,7 @@ from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.served import ModelDefaults, ModelStore
 from localllm.server.models.unloading import KeepAlive
+from localllm_backends.control_text import without_marks
 
 log = logging.getLogger("localllm.server")
 JobFactory: TypeAlias = Callable[[EngineClient], Awaitable[GenerationJob]]
@@ -149,7 +150,7 @@ class Server:
             job = await self.job(translated.task, model, engine)
             assert isinstance(job.prompt, str)
             tokens = await engine.tokenize(job.prompt, add_bos=job.add_bos, images=job.images)
-            return job.prompt, len(tokens), [*translated.ignored, *job.ignored]
+            return without_marks(job.prompt), len(tokens), [*translated.ignored, *job.ignored]
 
     @contextmanager
     def serving(self, model: ServedModel, keep_s: float | None = None) -> Iterator[None]:

@@ -9,12 +9,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 import httpx
 import pytest
 
 from localllm.library import store
+from models.tiny_bert import write_bert
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
 
@@ -73,3 +75,18 @@ def test_with_nothing_else_to_serve_the_command_ends(broken: Path) -> None:
         assert process.wait(30) != 0
         assert "error: " in said
         assert "hint: " in said
+
+
+@pytest.mark.parametrize("pooling", [1, 4], ids=["embeds", "ranks"])
+def test_a_model_that_writes_no_text_is_named_alone_or_beside_another(
+    pooling: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = write_bert(tmp_path / "vectors.gguf", pooling=pooling)
+    for named in ([str(path)], [str(tiny_model), "--also", str(path)]):
+        with serving(*named, "--only") as (process, http):
+            assert process.stderr is not None
+            said = [*takewhile(lambda line: not line.startswith("serving on"), process.stderr)]
+            assert any("vectors: context" in line and "GB allocated" in line for line in said), said
+            asked = {"model": "vectors", "input": "a"} if pooling == 1 else {"query": "a", "documents": ["b"]}
+            answer = http.post("/v1/embeddings" if pooling == 1 else "/v1/rerank", json={**asked, "model": "vectors"})
+            assert answer.status_code == 200, answer.text

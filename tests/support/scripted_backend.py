@@ -106,6 +106,7 @@ class ScriptedBackend(Backend):
             bos_text="<s>",
             eos_text="</s>",
             chat_template=None,
+            control_texts=("<|turn|>",),
             kv_type_k="f16",
             kv_type_v="f16",
         )

@@ -85,5 +85,13 @@ def model_info(words: LlamaCppVocabulary, llama: Any, model: Any, spec: LoadSpec
         kv_meaning=kv_meaning(llama, spec),
         fim_tokens={name: token for name, token in fim.items() if token >= 0},
         metadata=metadata,
+        control_texts=_control_texts(llama, vocab, n_vocab),
         **served,
     )
+
+
+def _control_texts(llama: Any, vocab: Any, n_vocab: int) -> tuple[str, ...]:
+    """How the tokens are written that are read out of a text only where that is asked for."""
+    asked_for = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
+    attributes, text = llama.llama_vocab_get_attr, llama.llama_vocab_get_text
+    return tuple(text(vocab, t).decode("utf-8", "replace") for t in range(n_vocab) if attributes(vocab, t) & asked_for)

@@ -31,6 +31,7 @@ from localllm_backends.contract import (
     OutOfMemoryError,
     SequenceId,
 )
+from localllm_backends.control_text import LiteralText
 from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.batch import EmbeddingBatch, LlamaCppStepResult
 from localllm_backends.llamacpp.cells import PlacedImage
@@ -198,7 +199,7 @@ class Projector:
             for part in parts:
                 if isinstance(part, str):
                     text = part.encode("utf-8", "replace")
-                    spoken = mtmd.mtmd_input_text(text, len(text), False, True)
+                    spoken = mtmd.mtmd_input_text(text, len(text), False, not isinstance(part, LiteralText))
                     made.append(mtmd.mtmd_input_part(ctypes.pointer(spoken), None))
                     continue
                 data = None

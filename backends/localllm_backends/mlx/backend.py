@@ -391,6 +391,7 @@ def _model_info(loaded: Loaded) -> ModelInfo:
         kv_type_v=loaded.shapes.kv_type,
         kv_meaning=kv_meaning() + (f"; shared by {loaded.n_shares}" if loaded.n_shares > 1 else ""),
         fim_tokens=words.fim_tokens,
+        control_texts=words.control_texts,
         metadata={
             "general.architecture": str(config.get("model_type", "")),
             "mlx.device": str(mx.default_device()),

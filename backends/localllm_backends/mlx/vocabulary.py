@@ -54,6 +54,7 @@ class MlxVocabulary:
         self._parsing, self._literal = _tokenizers(source)
         self._added = {int(t["id"]): t for t in parsed.get("added_tokens", [])}
         self._control = frozenset(i for i, t in self._added.items() if t.get("special"))
+        self.control_texts = tuple(str(self._added[i]["content"]) for i in sorted(self._control))
         self._kind = _kind(parsed.get("decoder"))
         self._chars = byte_of_char()
         self._pieces: dict[tuple[int, bool], bytes] = {}

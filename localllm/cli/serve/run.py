@@ -178,8 +178,8 @@ def stop_when_terminated() -> None:
 
 def _allocated(model: ServedModel) -> str:
     """What the worker's model and context take; as planned where the worker does not say."""
-    client = getattr(model.host, "client", None)
-    return _GB.format((client.memory.total_bytes if client is not None else model.needs_bytes) / 1e9)
+    memory = getattr(getattr(model.host, "client", None), "memory", None)
+    return _GB.format((memory.total_bytes if memory is not None else model.needs_bytes) / 1e9)
 
 
 # Asked again and again by whoever watches a server: worth a line only where they fail.

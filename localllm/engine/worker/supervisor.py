@@ -288,7 +288,8 @@ class ProcessEngine:
     def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         facts = ready["ready"]
         self._process = process
-        self.info = ModelInfo(**{**facts, "eog_tokens": tuple(facts["eog_tokens"])})
+        listed = {name: tuple(facts[name]) for name in ("eog_tokens", "control_texts")}
+        self.info = ModelInfo(**{**facts, **listed})
         self.finished = 0
 
     @property

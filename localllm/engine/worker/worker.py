@@ -24,6 +24,7 @@ from typing import Any
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.engine.sampling.grammar import GrammarCompiler
+from localllm.engine.tokens import tokenized
 from localllm.engine.vision import ImageReader
 from localllm.engine.worker.pipe import ChildPipe, Message, reason
 from localllm.engine.worker.supervisor import Pulse
@@ -157,7 +158,7 @@ class Worker:
             case "tokenize" if message.get("images"):
                 self._to_prepare.put(message)
             case "tokenize":
-                tokens = backend.tokenize(message["text"], special=message["special"], add_bos=message["add_bos"])
+                tokens = tokenized(backend, message["text"], special=message["special"], add_bos=message["add_bos"])
                 self._pipe.answer(message, tokens)
             case "detokenize":
                 self._pipe.answer(message, backend.detokenize(message["tokens"]))
@@ -180,7 +181,7 @@ class Worker:
         try:
             request = request_from_json(sent)
             prompt = request.prompt
-            tokens = backend.tokenize(prompt, add_bos=request.add_bos) if isinstance(prompt, str) else prompt
+            tokens = tokenized(backend, prompt, add_bos=request.add_bos) if isinstance(prompt, str) else prompt
             bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
             if bad is not None:
                 raise BackendFailure(f"token {bad} is outside the vocabulary")

@@ -23,6 +23,11 @@ from localllm.errors import RequestError, UnsupportedError
 Constraint: TypeAlias = tuple[str, str]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
+# Of the bodies that hold a conversation.
+ParseSpecial = Annotated[
+    bool | None,
+    Field(description="true: control tokens spelled in messages and tools are read as such; otherwise they are text"),
+]
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
@@ -339,6 +344,7 @@ class SamplingFields(RequestBody, GenerationFields):
 class ReasonedFields(SamplingFields):
     """A body of a chat, which may have a reasoning budget, under the names of several servers."""
 
+    parse_special: ParseSpecial = None
     reasoning: ReasoningFields | None = Field(None, description="`effort`, and `max_tokens` of reasoning at most")
     thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
     thinking_token_budget: Budget | None = Field(None, description="another name of thinking_budget (vLLM)")

@@ -14,6 +14,7 @@ from localllm.server.generation.compaction import Messages, TokenCounts, fit_to_
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt, wants_bos
 from localllm.server.models.router import ServedModel
+from localllm_backends.control_text import control_texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ async def chat_job(
     messages, normalised = without_changing_lines(cache.restore(attached.messages))
     if attached.files:
         engine = EngineWithImages(engine, attached.files)
-    template = model.template(engine.info)
+    template, controls = model.template(engine.info), control_texts(engine.info.control_texts)
 
     async def render(remaining: Messages) -> Prompt:
-        return await build_prompt(template, remaining, chat.options, engine.tokenize)
+        return await build_prompt(template, remaining, chat.options, engine.tokenize, controls)
 
     if chat.compaction:
         prompt, shortened = await fit_to_context(engine, template, messages, render, chat.generation.max_tokens, counts)

@@ -21,9 +21,12 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.generation.job import AnswerPlan
 from localllm_backends.contract import ModelInfo
+from localllm_backends.control_text import ControlTexts, without_marks
 
 # Template variables that a client may not set.
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+# Of a message: what is not written into the prompt as it is.
+_NO_TEXT = ("role", "images", "pdfs")
 _THINKING_OFF = ("none",)
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
@@ -35,7 +38,8 @@ _PREFIX_SHARE, _SUFFIX_SHARE = 0.6, 0.2
 class ResponseOptions:
     """How a client wants the answer: which `tools` may or must be called, a constraint (`grammar`), reasoning `effort`,
     and variables of the chat template. `continues`: a final assistant message is the beginning of the answer, not an
-    earlier one."""
+    earlier one. `parse_special`: control tokens that are spelled in messages and tools are read as such; else they are
+    text."""
 
     tools: Sequence[Tool] = ()
     choice: Choice = field(default_factory=lambda: Choice("none"))
@@ -44,6 +48,7 @@ class ResponseOptions:
     effort: str | None = None
     template_kwargs: Mapping[str, Any] | None = None
     continues: bool = True
+    parse_special: bool = False
 
     @property
     def offered(self) -> list[Tool]:
@@ -55,7 +60,7 @@ class ResponseOptions:
 class Prompt:
     """A rendered conversation and the plan of its answer. `ignored`: options without effect on this model."""
 
-    text: str
+    text: str  # with the marks of control_text.py
     answer: AnswerPlan
     ignored: tuple[str, ...] = ()
 
@@ -65,14 +70,17 @@ async def build_prompt(
     messages: Sequence[Mapping[str, Any]],
     options: ResponseOptions,
     tokenize: Tokenize | None = None,
+    controls: ControlTexts | None = None,
 ) -> Prompt:
     """Render in a thread: a long conversation takes milliseconds, a hostile template seconds. `tokenize` tells whether the
-    opening marker of a tool call is one token, which only a grammar needs."""
+    opening marker of a tool call is one token, which only a grammar needs. What spells one of `controls` in
+    a message or a tool stays text."""
     marker: int | None = None
     if options.offered and options.grammar is not None and tokenize is not None:
         ids = await tokenize(_style(template).markers[0])
         marker = ids[0] if len(ids) == 1 else None
-    return await asyncio.to_thread(_build, template, messages, options, marker)
+    controls = None if options.parse_special else controls
+    return await asyncio.to_thread(_build, template, messages, options, marker, controls)
 
 
 def _style(template: ChatTemplate) -> ToolFormat:
@@ -81,7 +89,11 @@ def _style(template: ChatTemplate) -> ToolFormat:
 
 
 def _build(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], options: ResponseOptions, marker_id: int | None
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    options: ResponseOptions,
+    marker_id: int | None,
+    controls: ControlTexts | None,
 ) -> Prompt:
     kwargs, ignored = _variables(template, options)
     tools, style = options.offered, _style(template)
@@ -93,11 +105,14 @@ def _build(
             param="tools",
         )
     begun = options.continues and unfinished(messages)
+    shown: list[Any] = [{"type": t["type"], "function": t["function"]} for t in tools]
+    if controls is not None:
+        messages = [{k: v if k in _NO_TEXT else _marked(v, controls) for k, v in m.items()} for m in messages]
+        shown, kwargs = _marked(shown, controls), _marked(kwargs, controls)
     if not template.knows_tools:
         # The template would ignore the tools, and refuse or garble the `tool` role.
-        messages = with_instruction(messages, tools)
+        messages = with_instruction(messages, shown)
     render = template.render_continued if begun else template.render
-    shown = [{"type": t["type"], "function": t["function"]} for t in tools]
     text = render(messages, tools=shown or None, **kwargs)
     think = tool_formats.reasoning_markers(template.source, style)
     if begun:
@@ -118,10 +133,20 @@ def _build(
             ignored += ("response_format",)  # the answer is the call
         answer = _with_tools(replace(options, tools=held), tools, style, template.source, reply, marker_id)
     else:
-        answer = _without_tools(options, style, reply, messages[-1]["content"] if begun else "")
+        answer = _without_tools(options, style, reply, without_marks(messages[-1]["content"]) if begun else "")
     if template.is_default:
         answer = replace(answer, marks=DEFAULT_MARKS)
     return Prompt(text, answer, ignored)
+
+
+def _marked(value: Any, controls: ControlTexts) -> Any:
+    if isinstance(value, str):
+        return controls.marked(value)
+    if isinstance(value, Mapping):
+        return {_marked(k, controls): _marked(v, controls) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_marked(v, controls) for v in value]
+    return value
 
 
 def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[str, bool]:

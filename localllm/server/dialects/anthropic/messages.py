@@ -16,6 +16,7 @@ from localllm.server.dialects.anthropic.client_tools import client_tool
 from localllm.server.dialects.fields import (
     Constraint,
     Count,
+    ParseSpecial,
     SamplingFields,
     StopText,
     of_schema,
@@ -47,6 +48,7 @@ class MessagesFields(SamplingFields):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = Field(None, description="`effort`, and `format` with a JSON schema")
     output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
+    parse_special: ParseSpecial = None
     container: None = Field(None, description="no container runs here")
     mcp_servers: list[Any] | None = Field(None, max_length=0, description="not connected to from here")
 
@@ -97,6 +99,7 @@ def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest
         choice=choice_of(choice, tools),
         parallel=parallel,
         grammar=fields.constraint(),
+        parse_special=bool(fields.parse_special),
         effort="none" if thinking == "disabled" else effort if effort else "high" if thinking else None,
     )
     chat = ChatRequest(normalise(messages, omitted), fields.generation(default), options)

@@ -21,6 +21,7 @@ from localllm.server.dialects.fields import (
     Budget,
     Constraint,
     GenerationFields,
+    ParseSpecial,
     RequestBody,
     limit_of,
     of_response_format,
@@ -70,6 +71,7 @@ class OllamaBody(RequestBody):
     keep_alive: str | float | None = Field(None, description="stay loaded so long: 5m, seconds, -1 for ever, 0 unloads")
     truncate: bool | None = Field(None, description="leave out the oldest messages of a chat that does not fit")
     shift: bool | None = None
+    parse_special: ParseSpecial = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -192,7 +194,13 @@ def generate_request(fields: OllamaGenerate, default: Sampling) -> ChatRequest:
 def _chat_request(
     fields: OllamaBody, default: Sampling, messages: list[dict[str, Any]], tools: Sequence[Tool], choice: Choice
 ) -> ChatRequest:
-    options = ResponseOptions(tools=tools, choice=choice, grammar=fields.constraint(), effort=fields.effort())
+    options = ResponseOptions(
+        tools=tools,
+        choice=choice,
+        grammar=fields.constraint(),
+        effort=fields.effort(),
+        parse_special=bool(fields.parse_special),
+    )
     return ChatRequest(messages, fields.generation(default), options, compaction=bool(fields.truncate))
 
 

@@ -122,6 +122,7 @@ def chat_request(fields: ChatFields, default: Sampling) -> tuple[ChatRequest, li
         effort=fields.effort(),
         template_kwargs=fields.chat_template_kwargs,
         continues=fields.continues(messages),
+        parse_special=bool(fields.parse_special),
     )
     compaction = fields.truncation == "auto"
     return ChatRequest(messages, fields.generation(default), options, fields.n or 1, compaction), ignored

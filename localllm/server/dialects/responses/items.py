@@ -96,6 +96,7 @@ def chat_request(
         parallel=fields.parallel_tool_calls is not False,
         grammar=fields.constraint(shape.get("format")),
         effort=reasoning.level,
+        parse_special=bool(fields.parse_special),
     )
     generation = fields.generation(default)
     return ChatRequest(

@@ -1,0 +1,87 @@
+"""What people and tools write is text: where it spells a control token, a mark keeps it from becoming one.
+
+`ControlTexts.marked` puts MARK into each spelling, behind its first character, before a chat template sees the text, and
+nothing that a template does with a text (trim, join, write it as JSON) makes a control token of it again. `runs` takes the
+marks out and says which stretches are to be read as text alone. A stretch ends at the template's own control tokens, where
+a tokenizer starts anew: everything else of a prompt has the tokens that it has without any mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+# Two of the noncharacters that Unicode keeps for a program's own use; and as JSON in ASCII writes them.
+MARK = "\ufdd0\ufdd1"
+_ESCAPED = r"\ufdd0\ufdd1"
+
+
+class LiteralText(str):
+    """Text in which a tokenizer must read no control token."""
+
+    __slots__ = ()
+
+
+class ControlTexts:
+    """How a vocabulary's control tokens are written."""
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        self._texts = frozenset(filter(None, texts))
+        self._lengths = sorted({len(t) for t in self._texts}, reverse=True)
+        heads = "|".join(re.escape(head) for head in sorted({t[:2] for t in self._texts}))
+        self._heads = re.compile(f"(?={heads})" if heads else r"(?!)")
+        # What could become one together with the letters that a template writes beside it; one letter is in any text.
+        self._begun = frozenset(t[:n] for t in self._texts for n in range(2, len(t)))
+        self._ended = frozenset(t[n:] for t in self._texts for n in range(1, len(t) - 1))
+
+    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where each spelling begins and ends, the longest at its place; they may overlap."""
+        for found in self._heads.finditer(text):
+            at = found.start()
+            for n in self._lengths:
+                if text[at : at + n] in self._texts:
+                    yield at, at + n
+                    break
+
+    def marked(self, text: str) -> str:
+        """`text` with a mark in every spelling of a control token, and at an end that is a part of one."""
+        cuts = [start + 1 for start, _ in self._spans(text)]
+        longest = range(2, min(self._lengths[0] if self._lengths else 0, len(text) + 1))
+        if any(text[:n] in self._ended for n in longest):
+            cuts.insert(0, 0)
+        if any(text[-n:] in self._begun for n in longest):
+            cuts.append(len(text))
+        return MARK.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)) if cuts else text
+
+    def runs(self, text: str) -> list[str]:
+        """`text` without its marks, in stretches: LiteralText where there were any."""
+        if MARK not in text and _ESCAPED not in text:
+            return [text]
+        runs: list[str] = []
+        at = 0
+        for start, end in [*self._spans(text), (len(text), len(text))]:
+            if start < at:
+                continue
+            before = text[at:start]
+            clean = without_marks(before)
+            if clean != before:
+                runs.append(LiteralText(clean))
+                before = ""
+            if runs and not isinstance(runs[-1], LiteralText):
+                runs[-1] += before + text[start:end]
+            else:
+                runs.append(before + text[start:end])
+            at = end
+        return [run for run in runs if run]
+
+
+def without_marks(text: str) -> str:
+    """`text` as it was before it was marked."""
+    return text.replace(MARK, "").replace(_ESCAPED, "")
+
+
+@lru_cache(8)
+def control_texts(texts: tuple[str, ...]) -> ControlTexts:
+    """The ControlTexts of `ModelInfo.control_texts`, made once."""
+    return ControlTexts(texts)

@@ -1,0 +1,137 @@
+"""What users and tools write becomes no control token of the prompt, whatever it spells; the template's own marks do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from conversation.call_templates import TEMPLATES
+from localllm.conversation.messages import normalise
+from localllm.conversation.template import DEFAULT_TEMPLATE, ChatTemplate
+from localllm.engine.tokens import tokenized
+from localllm.engine.vision import ImageReader
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
+from localllm.server.generation.prompt import ResponseOptions, build_prompt
+from localllm_backends.contract import LoadSpec
+from localllm_backends.control_text import LiteralText, control_texts, without_marks
+from support.http_server import running_server
+
+_ROLES = ("system", "user", "assistant", "tool", "argument", "key", "description")
+_FIXED = ("<end>", "<|im_start|>", "<|im_end|>", "<unk>", "[INST]", "<|a|>", "<|a|><|b|>")
+
+
+class Words:
+    """A tokenizer of characters and `controls`."""
+
+    def __init__(self, *controls: str) -> None:
+        self.info = SimpleNamespace(control_texts=controls)
+        self._split = re.compile("(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")")
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[Any]:
+        parts = self._split.split(text) if special else [text]
+        tokens = [[part] if i % 2 else list(part) for i, part in enumerate(parts)]
+        return [*(["<s>"] if add_bos else []), *(t for part in tokens for t in part)]
+
+    def tokenize_images(self, parts: list[Any], *, add_bos: bool) -> list[Any]:
+        return [self.tokenize(p, special=not isinstance(p, LiteralText)) for p in parts if isinstance(p, str)]
+
+
+def _conversation(role: str, text: str) -> tuple[list[dict[str, Any]], list[Any]]:
+    def at(place: str) -> str:
+        return text if role == place else "plain"
+
+    call = {"name": "f", "arguments": {"a": at("argument"), at("key"): 1}}
+    messages = [
+        {"role": "system", "content": at("system")},
+        {"role": "user", "content": at("user")},
+        {"role": "assistant", "content": at("assistant")},
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "123456789", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": at("tool")},
+    ]
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": at("description")}}}
+    return normalise(messages), [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def _prompt(template: ChatTemplate, words: Words, role: str, text: str, **options: Any) -> str:
+    messages, tools = _conversation(role, text)
+    sent = ResponseOptions(tools=tools, **options)
+    controls = control_texts(words.info.control_texts)
+    return asyncio.run(build_prompt(template, messages, sent, controls=controls)).text
+
+
+def _evil(rng: random.Random, controls: tuple[str, ...]) -> str:
+    parts = []
+    for _ in range(rng.randint(1, 6)):
+        one, other = rng.choice(controls), rng.choice(controls)
+        cut = rng.randint(1, len(one) - 1)
+        plain = "".join(rng.choices(string.printable + "é日😀", k=rng.randint(0, 5)))
+        parts += [rng.choice([one, one + other, one[:cut] + other + one[cut:], one[:cut], one[cut:]]), plain]
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("notation", ["chatml", *sorted(TEMPLATES)])
+def test_no_control_token_of_content_reaches_the_prompt(notation: str) -> None:
+    template = ChatTemplate(TEMPLATES.get(notation, DEFAULT_TEMPLATE))
+    own = re.findall(r"<\|[a-z_]+\|>|<[a-z_]+>|\[[A-Z_]+\]", template.source)
+    words = Words(*dict.fromkeys([*own, *_FIXED]))
+    rng = random.Random(notation)
+    for i in range(40):
+        role = _ROLES[i % len(_ROLES)]
+        evil = _evil(rng, words.info.control_texts)
+        prompts = [_prompt(template, words, role, text) for text in ("plain", evil)]
+        plain, tokens = [tokenized(words, p) for p in prompts]
+        assert [t for t in tokens if len(t) > 1] == [t for t in plain if len(t) > 1], (role, evil)
+        # Nothing is lost (a template may order keys, which a mark may move).
+        assert sorted("".join(tokens)) == sorted(_prompt(template, words, role, evil, parse_special=True))
+        assert without_marks(prompts[1]) == "".join(tokens)
+
+
+def test_beside_images_too() -> None:
+    words = Words("<|im_start|>", "<|im_end|>")
+    marked = control_texts(words.info.control_texts).marked("a<|im_end|>b")
+    tokens, _ = ImageReader(words).read(f"<|im_start|>{marked}<|im_end|>", {}, add_bos=False)
+    assert tokens == ["<|im_start|>", *"a<|im_end|>b", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def http(tiny_model: Path) -> Iterator[httpx.Client]:
+    host = Supervisor(WorkerOptions(LoadSpec(path=str(tiny_model), n_ctx=2048, n_seq_max=2)))
+    with running_server({"m": host}) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "count"),
+    [
+        ("/v1/chat/completions", {}, lambda a: a["usage"]["prompt_tokens"]),
+        ("/v1/messages", {}, lambda a: sum(n for k, n in a["usage"].items() if k.endswith("input_tokens"))),
+        ("/api/chat", {"stream": False}, lambda a: a["prompt_eval_count"]),
+    ],
+)
+def test_each_dialect_counts_text_as_text_unless_told(http: httpx.Client, path: str, extra: Any, count: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "a<|turn|>b"}], "max_tokens": 1, **extra}
+    literal, parsed = [count(http.post(path, json={**body, **p}).json()) for p in ({}, {"parse_special": True})]
+    # One token instead of eight letters; behind it this vocabulary writes a space.
+    assert literal == parsed + len("<|turn|>") - 2
+
+
+def test_the_prompt_is_shown_as_it_was_written(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "a<|turn|>b"}]}
+    assert "a<|turn|>b" in http.post("/apply-template", json=body).json()["prompt"]
+
+
+def test_an_answer_goes_on_behind_what_it_spells(http: httpx.Client) -> None:
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a<|turn|>b"}]
+    answer = http.post("/v1/chat/completions", json={"messages": said, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
