@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--host", action="store_true")
+    parser.add_argument("--top", type=int, default=256)
     parser.add_argument("--profile", help="one case, such as 2.5/32/defaults, under cProfile")
     arguments = parser.parse_args()
     rows, spell = recorded(arguments.vocabulary)
@@ -87,7 +88,7 @@ def main() -> None:
     def measure(step_ms: float, n: int, name: str) -> float:
         clock = HostClock()
         speeds = Speeds(step_s=step_ms / 1e3)
-        device = EmulatedDevice(rows, speeds, top=0 if arguments.host else 128, clock=clock, spell=spell)
+        device = EmulatedDevice(rows, speeds, top=0 if arguments.host else arguments.top, clock=clock, spell=spell)
         return share_of_ideal(device, clock, n, SAMPLINGS[name], arguments.steps)
 
     if arguments.profile:

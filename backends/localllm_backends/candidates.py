@@ -21,20 +21,12 @@ Rows = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopRows:
-    """The greatest `logits` [rows, k] of some rows with their `ids`, in any order. No other token's is greater."""
+    """The greatest `logits` [rows, k] of some rows with their `ids`, in any order. No other token's is greater. `totals` [rows]: what
+    all of a row's tokens weigh together, in e^(logit - greatest); None: not known."""
 
     ids: Ids
     logits: Rows
-
-    def ranked(self, n: int) -> TopRows:
-        """The `n` greatest, greatest first and equals by id."""
-        order = (-self.logits).argsort(axis=1)[:, : n + 1]
-        rows = np.arange(len(order))[:, None]
-        logits = self.logits[rows, order]
-        if (logits[:, 1:] == logits[:, :-1]).any():
-            order = np.lexsort((self.ids, -self.logits), axis=1)
-            logits = self.logits[rows, order]
-        return TopRows(self.ids[rows, order[:, :n]], logits[:, :n])
+    totals: NDArray[np.float64] | None = None
 
 
 # What to draw where there is only one to be drawn.
@@ -43,9 +35,20 @@ _COLD = (1.0, 1.0, math.inf, 0.0, 0.0)
 BEST = SampleSpec(0.0, 0, 1.0, 0.0, 0.0)
 
 
+def unlimited(spec: SampleSpec) -> bool:
+    """True where what is drawn hangs on the weight of all tokens, which the few must be told."""
+    return spec.temperature > 0 and spec.top_k == 0
+
+
 def may_decide(spec: SampleSpec | None, n: int) -> bool:
     """False where a token that is chosen so (None: the best one) can't be found among the `n` greatest."""
-    return spec is None or spec.temperature <= 0 or 0 < spec.top_k < n
+    if spec is None or not unlimited(spec):
+        return spec is None or spec.temperature <= 0 or spec.top_k < n
+    return not _changes(spec) and (spec.temperature == 1.0 or spec.top_p < 1.0 or spec.min_p > 0.0)
+
+
+def _changes(spec: SampleSpec) -> bool:
+    return bool(spec.banned or spec.seen or spec.bias or spec.reduced or spec.allowed is not None)
 
 
 def choose_few(top: TopRows, chunks: Seq[Chunk], where: Seq[int]) -> list[int | None]:
@@ -63,7 +66,7 @@ def choose(top: TopRows, specs: Seq[SampleSpec]) -> list[int | None]:
     """The token of each row as its spec asks, from `top` of that row; None where the few don't decide it."""
     logits = top.logits
     for i, spec in enumerate(specs):
-        if spec.banned or spec.seen or spec.bias or spec.reduced or spec.allowed is not None:
+        if _changes(spec):
             logits = logits.copy() if logits is top.logits else logits
             logits[i] = _changed(top.ids[i], top.logits[i], spec)
     best = logits.max(axis=1, keepdims=True)
@@ -81,16 +84,21 @@ def choose(top: TopRows, specs: Seq[SampleSpec]) -> list[int | None]:
             for s in specs
         ]
     )
-    top_k = wanted[:, 1]
-    good &= top_k > 0
-    # What a rank says counts only above that one.
-    good &= (logits > least).sum(axis=1) >= top_k
+    # What a rank says counts only above the least one.
+    ranks = (logits > least).sum(axis=1)
+    whole = wanted[:, 1] == 0
+    totals = np.zeros(len(specs)) if top.totals is None else top.totals
+    if whole.any():
+        good &= ~whole | [t > 0 and not _changes(s) for t, s in zip(totals, specs, strict=True)]
+        wanted[:, 1] = np.where(whole, ranks, wanted[:, 1])
+    good &= ranks >= wanted[:, 1]
     if not good.any():
         return [None] * len(specs)
     if not good.all():
         # Whatever those are, they are not taken.
         logits, wanted = np.where(good[:, None], logits, np.float32(0)), np.where(good[:, None], wanted, _COLD)
-    return _decided(_drawn(TopRows(top.ids, logits), wanted), good)
+    tokens, known = _drawn(TopRows(top.ids, logits, np.where(whole & good, totals, 0.0)), wanted)
+    return _decided(tokens, good & known)
 
 
 def _decided(tokens: Ids, good: NDArray[np.bool_]) -> list[int | None]:
@@ -134,14 +142,19 @@ def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDAr
     return hit, at[hit]
 
 
-def _drawn(top: TopRows, wanted: NDArray[np.float64]) -> Ids:
-    """One token of each row by its (temperature, top_k, top_p, min_p, uniform)."""
+def _drawn(top: TopRows, wanted: NDArray[np.float64]) -> tuple[Ids, NDArray[np.bool_]]:
+    """One token of each row by its (temperature, top_k, top_p, min_p, uniform), and whether it is that. Where a row's total is above 0
+    its top_k are but the first of all."""
     temperature, top_k, top_p, min_p, uniform = (wanted[:, i : i + 1] for i in range(5))
+    assert top.totals is not None
+    totals, rows = top.totals[:, None], np.arange(len(wanted))
     width = int(top_k.max())
-    top = top.ranked(width)
-    far = top.logits.astype(np.float64)
+    # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
+    ranked = -np.sort(-top.logits, axis=1)[:, :width]
+    far = ranked.astype(np.float64)
     far -= far[:, :1].copy()
-    weights, tempered = np.exp(far), np.exp(far / temperature)
+    weights = np.exp(far)
+    tempered = weights.copy() if (temperature == 1.0).all() else np.exp(far / temperature)
     if top_k.min() < width:
         limited = np.arange(width) < top_k
         weights *= limited
@@ -149,9 +162,22 @@ def _drawn(top: TopRows, wanted: NDArray[np.float64]) -> Ids:
     # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the best.
     summed = np.add.accumulate(weights, axis=1)
     kept = weights >= min_p
-    kept[:, 1:] &= summed[:, :-1] < top_p * summed[:, -1:]
+    kept[:, 1:] &= summed[:, :-1] < top_p * np.where(totals > 0, totals, summed[:, -1:])
     tempered *= kept
     reached = np.add.accumulate(tempered, axis=1)
-    goal = np.minimum(uniform * reached[:, -1:], np.nextafter(reached[:, -1:], 0.0))
-    tokens: Ids = top.ids[np.arange(len(far)), (reached <= goal).argmin(axis=1)]
-    return tokens
+    mass, known = reached[:, -1:], np.ones(len(wanted), dtype=np.bool_)
+    if (totals > 0).any():
+        # Where the filters leave the last of them they may leave others too. What those weigh is known at temperature 1.
+        on = (totals > 0) & kept[rows, top_k[:, 0].astype(np.int64) - 1, None]
+        told = (temperature == 1.0) & (top_p == math.inf) & (min_p == 0.0)
+        mass = np.where(on & told, np.maximum(totals, mass), mass)
+        known = (~on | (told & (uniform * mass < reached[:, -1:])))[:, 0]
+    goal = np.minimum(uniform * mass, np.nextafter(reached[:, -1:], 0.0))
+    rank = (reached <= goal).argmin(axis=1)
+    drawn = ranked[rows, rank, None]
+    hit = top.logits == drawn
+    tokens: Ids = top.ids[rows, hit.argmax(axis=1)]
+    for i in np.flatnonzero(hit.sum(axis=1) > 1):
+        # Equals are ranked by id.
+        tokens[i] = np.sort(top.ids[i, hit[i]])[rank[i] - np.count_nonzero(ranked[i] > drawn[i])]
+    return tokens, known

@@ -91,7 +91,8 @@ class EmulatedDevice(Backend):
         self.clock = clock if clock is not None else HostClock()
         self.rows, self._top, self._spell = rows, top, spell
         order = np.argpartition(rows, -max(top, 1), axis=1)[:, -max(top, 1) :].astype(np.int32)
-        self._tops = TopRows(order, np.take_along_axis(rows, order, axis=1))
+        totals = np.exp(rows - rows.max(axis=1, keepdims=True)).sum(axis=1, dtype=np.float64)
+        self._tops = TopRows(order, np.take_along_axis(rows, order, axis=1), totals)
         self._lengths: dict[int, int] = {}
         self._next = 0
         self.done_s = self.computed_s = 0.0
@@ -174,7 +175,8 @@ class EmulatedDevice(Backend):
         return EmulatedResult(self, list(chunks), numbers, self.done_s)
 
     def top_of(self, numbers: list[int]) -> TopRows:
-        return TopRows(self._tops.ids[numbers], self._tops.logits[numbers])
+        assert self._tops.totals is not None
+        return TopRows(self._tops.ids[numbers], self._tops.logits[numbers], self._tops.totals[numbers])
 
     def copied(self, n_bytes: int, runs: int = 1) -> None:
         """Something crossed from the device, once all it was told to compute is done."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm_backends.candidates import Rows, TopRows, choose_few, may_decide
+from localllm_backends.candidates import Rows, TopRows, choose_few, may_decide, unlimited
 from localllm_backends.values import Chunk, SequenceId
 
 KEPT = 256
@@ -42,7 +42,8 @@ class TopLogits:
         self._steps += 1
         outputs = [(i, c) for i, c in enumerate(chunks) if c.outputs]
         for _, chunk in outputs:
-            if not (chunk.few and may_decide(chunk.sample, KEPT)):
+            whole = chunk.sample is not None and unlimited(chunk.sample)
+            if whole or not (chunk.few and may_decide(chunk.sample, KEPT)):
                 self._whole[chunk.sequence] = self._steps
         fit = [(i, c.sequence) for i, c in outputs if self._calm(c.sequence)]
         if not self.able or len(fit) < (_FEWEST_ON if self._chains else _FEWEST):
