@@ -8,7 +8,7 @@ import textwrap
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, kernels, memory, places, prefill_cost, quality, speed
 from localllm.planner.streams import facts, streamed
-from localllm.planner.types import Plan, Range, backend_of
+from localllm.planner.types import TIGHT_MEANS, Plan, Range, backend_of
 from localllm.planner.why import mb
 from localllm_catalog.types import ESTIMATED, Model
 
@@ -71,6 +71,8 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
         lines.append(f"  projector    {_gb(need.projector_bytes):>14}   reads images, buffers for a large one included")
     total, limit = need.total_bytes, need.limit_bytes
     lines.append(f"  total        {_gb(total):>14}   of {_gb(limit)} usable: {plan.fits}")
+    if plan.fits == "tight":
+        lines.append(f"  {'':12} {'':>14}   tight: {TIGHT_MEANS}")
     if need.host_bytes:
         lines.append(f"  host memory  {_gb(need.host_bytes):>14}   beside it, in system memory")
     if need.disk_bytes:

@@ -32,6 +32,7 @@ from localllm.planner.streams import facts
 from localllm.planner.types import (
     DEFAULT_BATCH,
     DEFAULT_SLOTS,
+    TIGHT_SHARE,
     USUAL,
     DraftChoice,
     Fits,
@@ -47,8 +48,6 @@ from localllm_catalog.types import Model, Variant
 
 # Tokens of one step on a processor at most: a prompt alone is read in such steps, beside others in shorter ones.
 CPU_BATCH = 512
-# A plan this close to the limit leaves nothing for a longer prompt's buffers or another program: "tight".
-_TIGHT_SHARE = 0.93
 # Points that takes off a plan's rank.
 _TIGHT_COST = 2.0
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer by default.
@@ -164,7 +163,7 @@ def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
     if split:
         return "split"
     most = min(need.limit_bytes, device.memory.loadable_bytes)
-    if need.total_bytes > device.memory.available_bytes or need.total_bytes > _TIGHT_SHARE * most:
+    if need.total_bytes > device.memory.available_bytes or need.total_bytes > TIGHT_SHARE * most:
         return "tight"
     return "yes"
 

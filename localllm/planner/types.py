@@ -11,6 +11,9 @@ from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Purpose, Variant
 
 Fits = Literal["yes", "tight", "split", "no"]
+# A plan this close to the limit leaves nothing for a longer prompt's buffers or another program: "tight".
+TIGHT_SHARE = 0.93
+TIGHT_MEANS = f"needs more than is free now, or over {TIGHT_SHARE:.0%} of what may be loaded"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,14 @@ class Row:
 TABLE = {
     "card_4090_desktop": Row(22.93, 22.93 - 0.515),
     "card_5090_two_busy": Row(5.80, 5.80 - 2 * 0.684),
+    # No driver: the cards are not used, the system memory is.
+    "card_3080_5090_3080_no_driver": Row(58.08, 58.08),
+    # The part that Windows gives integrated graphics at least; its driver may allow more.
+    "card_arc130v_windows": Row(8.134, 8.134),
+    # The 740M beside it is no second card.
+    "card_rx9070_beside_740m": Row(17.096, 17.096 - 0.342),
     "card_spark": Row(114.88, 114.88),
+    "card_spark_query_na": Row(114.88, 114.88),
     "card_spark_page_cache": Row(114.88, 114.88),
     "halo_512mb": Row(120.27, 120.27),
     "halo_96gb": Row(102.71, 102.71),
@@ -197,6 +204,9 @@ def _build(text: str, name: str, kind: str) -> ggml.GgmlBuild:
         # Unified memory switched on by its variable: ggml says that more is free than there is.
         ("CUDA0: NVIDIA GeForce RTX 5090 (32106 MiB, 55372 MiB free)", "gpu", 32106 - 0.02 * 32106),
         ("CUDA0: NVIDIA GeForce GTX 1080 Ti (11165 MiB, 8720 MiB free)", "gpu", 8720 - 256),
+        # Strix Halo on Windows: the heap that Vulkan is given, of 64 GB set aside and of 96 GB, which come in two.
+        ("Vulkan0: AMD Radeon(TM) 8060S Graphics (65536 MiB, 62259 MiB free)", "igpu", 62259),
+        ("Vulkan0: AMD Radeon(TM) 8060S Graphics (32768 MiB, 31129 MiB free)", "igpu", 31129),
     ],
 )
 def test_a_gpu_that_only_a_build_knows_has_what_the_build_says_is_free(log: str, kind: str, most_mib: float) -> None:

@@ -166,6 +166,20 @@ def test_a_parent_groups_tighter_limit_binds() -> None:
     assert identify(Readings("linux", "x86_64", files)).memory.total_bytes == 2 * GIB
 
 
+def test_a_parent_group_that_others_have_filled_leaves_only_its_rest() -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 30000000 kB\n",
+        "/proc/self/cgroup": "0::/pod/container",
+        "/sys/fs/cgroup/pod/container/memory.max": str(8 * GIB),
+        "/sys/fs/cgroup/pod/container/memory.current": str(GIB),
+        "/sys/fs/cgroup/pod/memory.max": str(12 * GIB),
+        "/sys/fs/cgroup/pod/memory.current": str(10 * GIB),
+    }
+    memory = identify(Readings("linux", "x86_64", files)).memory
+    assert memory.total_bytes == 8 * GIB
+    assert memory.available_bytes == pytest.approx(2 * GIB - 0.5 * GIB, rel=1e-3)
+
+
 def test_orin_nano_super_mode_has_the_bandwidth_of_its_power_mode() -> None:
     slow = recordings.load("jetson_orin_nano")
     fast = replace(slow, files={**slow.files, "/var/lib/nvpmodel/status": "pmode:0002 MAXN_SUPER"})

@@ -373,3 +373,12 @@ def test_one_model_lists_every_variant_whether_or_not_it_fits() -> None:
         if plan.fits == "no":
             assert plan.max_ctx < plan.settings.n_ctx
             assert "needs" in plan.why
+
+
+def test_what_tight_means_is_said_where_a_plan_is_tight_and_nowhere_else() -> None:
+    device = resolve("M4 24GB")
+    plans = recommend.variants_of(device, BY_ID["qwen3-32b"], Workload())
+    assert {"yes", "tight"} <= {p.fits for p in plans}
+    for plan in plans:
+        said = "\n".join(explain.explain(plan, device, columns=120))
+        assert ("tight: needs more than is free now, or over 93%" in said) == (plan.fits == "tight")

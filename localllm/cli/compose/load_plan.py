@@ -324,7 +324,7 @@ def _embedding_plan(local: LocalModel, settings: Settings, use: Literal["embeds"
         settings.value("context") or 0,
         settings.value("threads") or 0,
         log_path=options.log_path,
-        planned_bytes=local.size_bytes + _EMBEDDING_BUFFERS_BYTES,
+        planned_bytes=_Room(local, None, None).takes(None) + _EMBEDDING_BUFFERS_BYTES,
         headroom_bytes=_headroom_bytes(settings),
         hang_s=options.hang_s,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from localllm.plain_output import ascii_json
 from localllm.planner.needs import span
-from localllm.planner.types import backend_of
+from localllm.planner.types import TIGHT_MEANS, backend_of
 from localllm.planner.why import gb, mb, rate
 from localllm_backends import registry
 
@@ -227,6 +227,7 @@ def model_table(model: Model, plans: Sequence[Plan], device: Device, *, installe
         ),
         *(f"  {kind:9} {mb(cost):>11}" for kind, cost in _slopes(model)),
         *_wrapped("longest: the context that still fits; tok/s: 80 % range, context nearly empty", further="  "),
+        *(_wrapped(f"tight: {TIGHT_MEANS}", further="  ") if any(p.fits == "tight" for p in plans) else ()),
         *_wrapped("speeds from " + first.decode_tok_s.basis, further="  "),
         *_caches(plans),
         *_marks(plans, installed),

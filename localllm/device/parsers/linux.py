@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.device.parsers import integer, key_values
 from localllm.device.types import Readings
@@ -107,12 +107,13 @@ class CgroupLimit:
 
 
 def cgroup(readings: Readings) -> CgroupLimit | None:
-    """The tightest memory limit on the way from this process's cgroup to the root, v1 or v2; None if there is none.
+    """The smallest memory limit on the way from this process's cgroup to the root, v1 or v2, used as far as leaves what the one
+    with the least room leaves (a parent's other children take of its limit too); None if there is none.
 
     Page cache is left out, active or not, as the kernel takes it back before it ends a process: `max - current` under-estimates
     what is free after a model was read twice.
     """
-    tightest: CgroupLimit | None = None
+    found: list[CgroupLimit] = []
     for path in _cgroup_folders(readings.file("/proc/self/cgroup")):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),
@@ -121,14 +122,16 @@ def cgroup(readings: Readings) -> CgroupLimit | None:
             limit = integer(readings.file(f"{path}/{limit_name}"))
             if limit is None or limit <= 0 or limit >= _CGROUP_V1_UNLIMITED:
                 continue
-            if tightest is not None and limit >= tightest.limit_bytes:
-                continue
             used = integer(readings.file(f"{path}/{used_name}")) or 0
             stat = key_values(readings.file(f"{path}/memory.stat"), " ")
             prefix = "" if used_name == "memory.current" else "total_"  # v1: with the groups below
             cache = sum(integer(stat.get(f"{prefix}{age}_file")) or 0 for age in ("inactive", "active"))
-            tightest = CgroupLimit(limit, max(used - cache, 0), f"{path}/{limit_name}")
-    return tightest
+            found.append(CgroupLimit(limit, min(max(used - cache, 0), limit), f"{path}/{limit_name}"))
+    if not found:
+        return None
+    smallest = min(found, key=lambda x: x.limit_bytes)
+    room = min(x.limit_bytes - x.used_bytes for x in found)
+    return replace(smallest, used_bytes=max(0, smallest.limit_bytes - room))
 
 
 def _cgroup_folders(self_cgroup: str) -> list[str]:
