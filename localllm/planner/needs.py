@@ -34,7 +34,7 @@ class Need:
 # a completion is useful within about half a second. Thinking: assumed, what makers' demonstrations and users' logs show
 # runs from 100 tokens to many thousands. The longest waits: where people are seen to give up, an agent's client to time out.
 NEEDS: dict[Purpose, Need] = {
-    "chat": Need(16384, 2048, 0, 5.0, 20.0, 4.0, "chat", 60.0, 600, 12.0),
+    "chat": Need(16384, 2048, 0, 5.0, 20.0, 4.0, "chat", 60.0, 600, 15.0),
     "coding": Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0),
     "autocomplete": Need(8192, 2048, 1024, 30.0, 100.0, 0.5, "autocomplete", 10.0, 0, 1.0),
     "long": Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents", 1200.0, 800, 30.0),
@@ -63,13 +63,17 @@ def unsuited(model: Model, workload: Workload) -> str | None:
     if purpose == "coding":
         coder = "coding" in model.purposes or model.calls_tools
         return None if coder else "is not trained to call tools"
+    wanted = min(NEEDS[purpose].prompt_tokens, workload.context or NEEDS[purpose].context)
+    if purpose == "long" and 0 < model.native_context < wanted:
+        return f"its context of {model.native_context // 1024}k tokens is too short for long documents"
     if purpose in ("chat", "reasoning", "long"):
         return None if "chat" in model.purposes else "is not a chat model"
     return None if purpose in model.purposes else f"is not made for {purpose}"
 
 
-# Points that every doubling of a wait beyond what feels good costs.
-_POINTS_PER_DOUBLING = 2.0
+# Points that every doubling of the wait for a prompt beyond what feels good costs, and of the wait for thoughts: those are
+# tokens like the answer's, and too few a second cost the same (`plan.score`).
+_PROMPT_DOUBLED, _THOUGHTS_DOUBLED = 3.0, 5.0
 
 
 def thinking_tokens(model: Model, need: Need) -> int:
@@ -90,9 +94,13 @@ def points_lost(plan: Plan, need: Need) -> float:
     """What waiting costs on the quality index: for the prompt and for the thoughts, each against what feels good."""
     prompt_s = (plan.ttft_cached_s or plan.ttft_s).value
     thoughts_s = answer_s(plan, need) - prompt_s
-    doublings = math.log2(max(1.0, prompt_s / need.ttft_good_s))
-    doublings += math.log2(max(1.0, thoughts_s / need.thinking_good_s))
-    return _POINTS_PER_DOUBLING * doublings
+    lost = _PROMPT_DOUBLED * math.log2(max(1.0, prompt_s / need.ttft_good_s))
+    return lost + _THOUGHTS_DOUBLED * math.log2(max(1.0, thoughts_s / need.thinking_good_s))
+
+
+def thinks_long(plan: Plan, need: Need) -> bool:
+    """True where the thoughts before an answer take more than twice what feels good."""
+    return thinking_tokens(plan.model, need) / plan.decode_tok_s.value > 2 * need.thinking_good_s
 
 
 def too_long(plan: Plan, need: Need) -> bool:

@@ -47,7 +47,8 @@ def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[Left]]:
             continue
         outdone = [p for p in shown if matches(plan, p, exactly=True)]
         left += [Left(p, plan) for p in outdone]
-        shown = [*(p for p in shown if p not in outdone), plan]
+        place = shown.index(outdone[0]) if outdone else len(shown)
+        shown = [p for p in [*shown[:place], plan, *shown[place:]] if p not in outdone]
     return shown, left
 
 
@@ -67,10 +68,10 @@ def is_version_of(one: Model, other: Model) -> bool:
 def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
     """True if `one` is no worse than `other` in anything that is shown, and better in something.
 
-    What nobody has rated is no match for what somebody has, and a constructed file none for a listed one. `exactly`:
-    a difference within what the ranges swallow counts too.
+    What nobody has rated is no match for what somebody has, what its maker alone has none for what others have, and a
+    constructed file none for a listed one. `exactly`: a difference within what the ranges swallow counts too.
     """
-    if (other.is_rated and not one.is_rated) or (one.variant.is_estimate and not other.variant.is_estimate):
+    if any(mine and not theirs for mine, theirs in zip(_doubts(one), _doubts(other), strict=True)):
         return False
     share, points = (0.0, 0.0) if exactly else (_SAME_SHARE, _SAME_POINTS)
     mine, theirs = _costs(one), _costs(other)
@@ -78,6 +79,10 @@ def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
         a <= b * (1 + share) for a, b in zip(mine, theirs, strict=True)
     )
     return no_worse and (one.quality > other.quality or any(a < b for a, b in zip(mine, theirs, strict=True)))
+
+
+def _doubts(plan: Plan) -> tuple[bool, ...]:
+    return not plan.is_rated, plan.is_rated and plan.makers_own, plan.variant.is_estimate
 
 
 def _costs(plan: Plan) -> tuple[float, ...]:

@@ -335,6 +335,7 @@ def plan_for(
         quality_basis=rating.basis,
         quality_spread=rating.spread,
         is_rated=rating.is_evidence,
+        makers_own=rating.makers_own,
         kv_bytes_per_1k=memory.kv_bytes_per_1k_tokens(model, settings.kv_type),
         kv_why=quality.why(settings.kv_type, workload.purpose, overrides.kv_evidence),
         draft_gain=speed.draft_gain(device, (model, variant), second) if second is not None else 1.0,
@@ -392,7 +393,7 @@ def score(plan: Plan, need: Need) -> float:
     doubling beyond it, 1 at most: who reads gains little, and the wait for thoughts is counted by itself.
 
     Speed is that of the purpose's answers, with what the plan's own drafting brings to them. The wait for the answer,
-    thoughts included, counts the same way at 2 points a doubling; a plan that fits only tightly loses 2, one split over two
+    thoughts included, is counted by `needs.points_lost`; a plan that fits only tightly loses 2, one split over two
     memories 1 more than its speed says. Files that nobody has listed lose 3 % of what is left.
     """
     points = plan.quality

@@ -33,6 +33,10 @@ MAX_PICKS = 8
 _MOST_LOST_POINTS = 3.0
 # A rated model in listed files that fits with room, this near in score, goes before one that is not all three.
 _NEAR_POINTS = 2.0
+# Four bits lose no more than this of a model of 4 billion weights and more: nobody goes below them for speed.
+_LITTLE_LOST_POINTS = 1.0
+# Files of more bits a weight than this are of 16: BF16, F16.
+_SIXTEEN_BITS = 12.0
 
 
 def backends_of(device: Device) -> tuple[str, ...]:
@@ -92,7 +96,7 @@ def recommend(
         elif outcome is not None:
             rejected.append(outcome)
     best.sort(key=lambda p: (not _is_sound(p.model, p.variant), -p.score, p.model.id))
-    best = _sure_first(best)
+    best = _sure_first(best, need)
     shown, left = picks.choose(best, limit)
     rejected += [_not_shown(device, one, workload, overrides) for one in left]
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
@@ -100,20 +104,22 @@ def recommend(
     return Recommendation(tuple(detailed), tuple(rejected), workload)
 
 
-def _sure_first(ranked: list[Plan]) -> list[Plan]:
-    """`ranked`, but what nobody has rated, whose files nobody has listed, or what fits only tightly comes, at every place,
-    behind a plan that is near of which less of that is true; the first of these doubts weighs most."""
+def _sure_first(ranked: list[Plan], need: Need) -> list[Plan]:
+    """`ranked`, but behind a plan that is near comes, at every place, what nobody has rated, whose files nobody has listed,
+    what its maker alone has rated, what thinks longer than anybody likes to wait, or what fits only tightly; the first of
+    these doubts weighs most. And what is free of the first three (four, if there is any) stands first of all."""
 
-    def doubts(plan: Plan) -> tuple[bool, bool, bool, bool]:
-        poor = not _is_sound(plan.model, plan.variant)
-        return poor, not plan.is_rated, plan.variant.is_estimate, plan.fits == "tight"
+    def doubts(plan: Plan) -> tuple[bool, ...]:
+        poor, slow = not _is_sound(plan.model, plan.variant), needs.thinks_long(plan, need)
+        return poor, not plan.is_rated, plan.variant.is_estimate, plan.makers_own, slow, plan.fits == "tight"
 
     left, ordered = list(ranked), []
     while left:
         surest = min((p for p in left if p.score >= left[0].score - _NEAR_POINTS), key=doubts)
         left.remove(surest)
         ordered.append(surest)
-    return ordered
+    sure = [p for p in ordered if not any(doubts(p)[:4])] or [p for p in ordered if not any(doubts(p)[:3])]
+    return [*sure[:1], *(p for p in ordered if p not in sure[:1])]
 
 
 def _not_shown(device: Device, left: picks.Left, workload: Workload, overrides: Overrides) -> Rejected:
@@ -255,8 +261,24 @@ def _best_of(
     if not fast:
         quickest = max(fitting, key=lambda p: (p.decode_tok_s.value, p.variant.quant))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
-    best = max(fast, key=lambda p: (p.score, -p.memory.total_bytes, p.variant.quant))
-    return plan_for(device, model, best.variant, workload, overrides=overrides)
+    best, chosen = _best_file(fast, need)
+    plan = plan_for(device, model, chosen.variant, workload, overrides=overrides)
+    return replace(plan, score=round(plan.score + best.score - chosen.score, 4))
+
+
+def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
+    """Of one model's plans that are fast enough, the best by score, which the model ranks by, and the one to run: of those
+    near it that keep the purpose's good speed the one that loses least to its format, else the same. Listed files go before
+    constructed ones, and four bits and more, which lose little, before fewer."""
+    plans = [p for p in plans if not p.variant.is_estimate] or list(plans)
+    little = [p for p in plans if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS and p.fits == "yes"]
+    # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for nothing.
+    eight = [p for p in little if quality.bits(p.model, p.variant) < _SIXTEEN_BITS]
+    plans = eight or little or plans
+    best = max(plans, key=lambda p: (p.score, -why.all_memory(p), p.variant.quant))
+    near = best.score - _NEAR_POINTS
+    kept = [p for p in plans if p.decode_tok_s.value >= need.good_tok_s and p.score >= near]
+    return best, max(kept, key=lambda p: (p.quality, p.score, -why.all_memory(p), p.variant.quant), default=best)
 
 
 def variants_of(

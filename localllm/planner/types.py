@@ -165,7 +165,7 @@ class Plan:
     """One way to run one Variant on one Device, with everything `serve` needs to run exactly that: `settings`.
 
     `quality` are points for the purpose, format and KV type taken off, `quality_spread` their uncertainty; `is_rated` is
-    False where nothing but the model's size and date is known.
+    False where nothing but the model's size and date is known, `makers_own` True where nothing but what its maker says.
     `score` is the rank's sum (quality points); `kv_bytes_per_1k` what 1,024 more tokens of context cost and `max_ctx`
     the longest context that still fits (tokens); `draft_gain` the predicted speed-up of the drafter's second model,
     `drafting` that of this purpose's answers for all the drafting it does (None: not known to be any), `kv_why` what the
@@ -189,6 +189,7 @@ class Plan:
     quality_basis: str = ""
     quality_spread: float = 0.0
     is_rated: bool = True
+    makers_own: bool = False
     score: float = 0.0
     kv_bytes_per_1k: int = 0
     max_ctx: int = 0

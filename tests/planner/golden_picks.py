@@ -1,6 +1,6 @@
-"""The first three picks on 14 machines for three workloads, each with its evidence.
+"""The first pick on 25 machines for four purposes, each judged: `golden_picks.txt`.
 
-`python tests/planner/golden_picks.py` prints them anew, to be reviewed in the diff."""
+`python tests/planner/golden_picks.py` writes it anew: a pick that moved loses its reason, and has to be judged again."""
 
 from __future__ import annotations
 
@@ -13,51 +13,82 @@ from localllm_catalog import catalog
 
 FILE = Path(__file__).with_name("golden_picks.txt")
 MACHINES = (
+    "Core i7-13700K 32GB",
+    "EPYC 9654 768GB",
     "Jetson Orin Nano 8GB",
+    "M1 8GB",
     "M2 16GB",
+    "M4 Pro 48GB",
+    "M4 Max 128GB",
+    "M5 Max 128GB",
+    "M3 Ultra 512GB",
+    "GTX 1080 Ti",
     "RTX 3060 12GB",
+    "RTX 4060",
     "RTX 4070 Ti SUPER",
-    "Radeon RX 7900 XTX",
     "RTX 3090",
+    "2x RTX 3090",
     "RTX 4090",
     "RTX 5090",
-    "M4 Pro 48GB",
+    "RTX PRO 6000",
     "H100",
-    "DGX Spark",
+    "Radeon RX 7900 XTX",
+    "Radeon RX 9070 XT",
+    "Arc B580",
+    "Arc Pro B60",
     "Strix Halo 128GB",
-    "M4 Max 128GB",
-    "M3 Ultra 512GB",
+    "DGX Spark",
 )
-WORKLOADS = {"chat": Workload(), "coding": Workload("coding"), "agents at 32k": Workload("coding", 32768)}
-_SHOWN = 3
+WORKLOADS = {
+    "chat": Workload(),
+    "coding": Workload("coding"),
+    "autocomplete": Workload("autocomplete"),
+    "long documents": Workload("long"),
+}
+NOT_JUDGED = "not judged yet"
 
 
-def line(number: int, plan: Plan) -> str:
-    """One pick: files (~ where nobody lists them), memory, speed to two figures, and what its quality rests on."""
+def picked(plan: Plan) -> str:
+    """Model, files (~ where nobody lists them) and engine."""
     made = "~" if plan.variant.is_estimate else ""
     kv = "" if plan.settings.kv_type == "f16" else f" {plan.settings.kv_type} KV"
-    speed = float(f"{plan.decode_tok_s.value:.2g}")
     return (
-        f"    {number} {plan.model.id} {made}{plan.variant.quant} {plan.backend}, {plan.memory.total_bytes / 1e9:.1f} GB"
-        f"{kv} {plan.fits}, {speed:g} tok/s; {plan.quality:.1f} points: "
-        f"{plan.quality_basis if plan.is_rated else 'unrated, ' + plan.quality_basis}"
+        f"{plan.model.id} {made}{plan.variant.quant} {plan.backend}{kv}{'' if plan.fits == 'yes' else f' {plan.fits}'}"
     )
 
 
+def judged() -> dict[tuple[str, str], tuple[str, str]]:
+    """(pick, reason) by machine and purpose, as the file has them."""
+    found = {}
+    machine = ""
+    for line in FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else ():
+        if line and not line.startswith((" ", "#")):
+            machine = line
+        elif ":" in line and machine:
+            purpose, _, rest = line.strip().partition(": ")
+            pick, _, reason = rest.partition(" | ")
+            found[machine, purpose] = pick, reason
+    return found
+
+
 def table() -> str:
-    """Machine by machine, workload by workload."""
+    """Machine by machine, purpose by purpose, with the reasons of what has not moved."""
     models = catalog.load().models
-    lines = []
+    known = judged()
+    lines = [
+        "# The first pick, and why whoever knows machine and models would make it too. What moves is judged again."
+    ]
     for machine in MACHINES:
         device = resolve(machine)
-        lines.append(f"{machine} ({device.name}, {device.memory.limit_bytes / 1e9:.1f} GB usable)")
-        for what, workload in WORKLOADS.items():
-            lines.append(f"  {what}")
-            picks = recommend(device, models, workload).plans[:_SHOWN]
-            lines += [line(number, plan) for number, plan in enumerate(picks, 1)]
+        lines += ["", machine]
+        for purpose, workload in WORKLOADS.items():
+            pick = picked(recommend(device, models, workload).plans[0])
+            was, reason = known.get((machine, purpose), ("", ""))
+            lines.append(f"  {purpose}: {pick} | {reason if was == pick else NOT_JUDGED}")
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(table(), encoding="utf-8")
-    print(table())
+    written = table()
+    FILE.write_text(written, encoding="utf-8")
+    print(written)
