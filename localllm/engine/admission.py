@@ -14,7 +14,6 @@ from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import PromptMatch, miss_reason, recomputed
 from localllm.engine.cache.pool import NO_SOURCE, PrefixSource
 from localllm.engine.cache.restore import Restoration
-from localllm.engine.cache.tree import as_tokens
 from localllm.engine.host.memory import MemoryGuard, return_to_system
 from localllm.engine.messages import Failure, Prefill
 from localllm.engine.request import RunningRequest
@@ -189,7 +188,7 @@ class Admission:
         taken = job.n_kv if restoring is None else restoring.in_place + restoring.imported
         missed = {} if restoring is None else restoring.missed
         self.jobs.pool.restored_tokens += 0 if restoring is None else restoring.imported
-        line = as_tokens(job.tokens)
+        line = job.line()
         if job.admissions:
             self.jobs.metrics.recomputed("parked", max(0, job.parked_tokens - taken))
         else:
@@ -237,7 +236,7 @@ def prefix_in_progress(job: RunningRequest, source: PrefixSource, running: Itera
 def _matching(job: RunningRequest) -> PromptMatch:
     """What its prompt was compared with while it has been waiting."""
     if job.matching is None:
-        job.matching = PromptMatch(job.tokens)
+        job.matching = PromptMatch(job.line())
     return job.matching
 
 

@@ -33,13 +33,7 @@ from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import Encoder, ImageSteps
-from localllm_backends.contract import (
-    Backend,
-    BackendFailure,
-    InterruptedStepError,
-    NoCellsError,
-    StepResult,
-)
+from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, NoCellsError, StepResult
 
 # Where requests only wait for a grammar, an image or the disk, new messages are looked for this often, in seconds.
 WAIT_S = 0.01
@@ -360,9 +354,7 @@ class Engine:
         """Everything in the step is lost, and says so."""
         self._outputs.say()
         for job in list(self.jobs.running.values()):
-            sequence = self.jobs.fail(job, Failure(job.id, "backend_error", str(error)))
-            if sequence is not None:
-                self.backend.drop(sequence)
+            self.jobs.fail(job, Failure(job.id, "backend_error", str(error)))
 
     def _wake(self, *, busy: bool) -> None:
         self._memory.mind()
@@ -394,9 +386,7 @@ class Engine:
             most = min(info.n_batch, self._sizer.chunk if self.jobs.decoding else lone)
             image = self._images.plan(ready, most)
             for job, said in self._images.failed:
-                sequence = self.jobs.fail(job, Failure(job.id, "invalid_request", said))
-                if sequence is not None:
-                    self.backend.drop(sequence)
+                self.jobs.fail(job, Failure(job.id, "invalid_request", said))
             if image is not None:
                 return [image]
             ready = [j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)]

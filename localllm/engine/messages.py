@@ -79,7 +79,7 @@ class Generation:
     of `stop_token_ids` may come. `thinking_tokens`: the longest reasoning (None: no limit). `loops`: what
     counts as a loop and ends the answer (None: nothing). `priority`: above 0 it is served before others, below 0 after
     them, as far as that starves nobody (scheduler.arrival). `tenant` is who asks, by the name of a key: what there is
-    is shared evenly between tenants (engine/scheduler.py).
+    is shared evenly between tenants (engine/scheduler.py). Only requests of the same `salt` use each other's KV.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -96,6 +96,7 @@ class Generation:
     loops: LoopLimits | None = None
     priority: int = 0
     tenant: str = ""
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

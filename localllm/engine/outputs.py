@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm.engine.cache.tree import as_tokens
 from localllm.engine.messages import Failure, FinishReason, Text, TokenLogprob
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
@@ -94,7 +93,7 @@ class OutputProcessor:
         if job.restoring is not None:
             job.restoring.computed(job.n_kv)
         if job.n_kv in job.checkpoints:
-            self.jobs.pool.checkpoint(job.sequence, as_tokens(job.tokens[: job.n_kv]))
+            self.jobs.pool.checkpoint(job.sequence, job.line(0, job.n_kv))
         self.jobs.progress(job, job.n_kv)
 
     def _accept(self, job: RunningRequest, result: StepResult, index: int) -> None:

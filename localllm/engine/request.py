@@ -3,32 +3,30 @@ string is shown), its clock."""
 
 from __future__ import annotations
 
+import codecs
 import itertools
+import re
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from localllm.engine.messages import Request, Timings, Usage
+import numpy as np
+
+from localllm.engine.messages import LoopLimits, Request, Timings, Usage
 from localllm.engine.sampling.grammar import Compilation
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
 from localllm.engine.scheduler import arrival
+from localllm.engine.tokens import salted
 
 if TYPE_CHECKING:
     from localllm.engine.cache.eviction import Block
     from localllm.engine.cache.matching import PromptMatch
     from localllm.engine.cache.restore import Restoration
-    from localllm.engine.tokens import Placed
+    from localllm.engine.tokens import Placed, Tokens
     from localllm_backends.contract import Backend
-
-import codecs
-import re
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-
-import numpy as np
-
-from localllm.engine.messages import LoopLimits
 
 # Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.
 State = Literal["waiting", "restoring", "running"]
@@ -99,6 +97,10 @@ class RunningRequest:
     def shares(self) -> bool:
         """True if its KV may come from others and go to others: from the prefix cache, a neighbour, and back."""
         return self.request.generation.cache_prompt
+
+    def line(self, start: int = 0, stop: int | None = None) -> Tokens:
+        """Its tokens [start, stop) as the cache knows them."""
+        return salted(self.tokens[start:stop], self.request.generation.salt, start)
 
     @property
     def n_generated(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from localllm.engine.cache.matching import PrefixHistory
 from localllm.engine.cache.pool import SequencePool
-from localllm.engine.cache.tree import as_tokens
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
 from localllm.engine.prefill_slices import ChunkedPrefill
@@ -68,6 +67,7 @@ class RequestTable:
         return [
             {
                 "number": job.number,
+                "tenant": job.tenant,
                 "state": "waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode",
                 "prompt_tokens": job.n_prompt,
                 "processed_tokens": min(job.n_kv, job.n_prompt),
@@ -129,7 +129,7 @@ class RequestTable:
             except CannotRewindError:
                 n = 0
                 self.pool.cut(sequence, n)
-        return as_tokens(job.tokens[:n])
+        return job.line(0, n)
 
     def park(self, job: RunningRequest) -> None:
         """Take a running job out of the context, to wait for its turn again; what it has read stays in the cache."""
@@ -145,11 +145,12 @@ class RequestTable:
         self.waiting[job.id] = job
         self.metrics.parked += 1
 
-    def fail(self, job: RunningRequest, failure: Failure) -> int | None:
-        """It ended badly; returns its sequence, whose KV is nobody's any more."""
+    def fail(self, job: RunningRequest, failure: Failure) -> None:
+        """It ended badly: its KV is nobody's any more."""
         sequence = self.detach(job, keep=False)
         self.events.append(failure)
-        return sequence
+        if sequence is not None:
+            self.pool.release(sequence, job.line(0, 0), keep=False)
 
     def expire(self) -> None:
         now = self.clock()

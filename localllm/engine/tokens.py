@@ -2,7 +2,8 @@
 
 So a line with images is a line of tokens like any other, in the prefix cache, in memory and on disk. The numbers are below
 zero: 29 bits of a hash that goes on from token to token, whether it is the last of its image, and whether the first. A
-line must never be cut within an image: `image_boundary` says where it may be.
+line must never be cut within an image: `image_boundary` says where it may be. Lines of those who share nothing begin with
+other numbers, above every vocabulary (`salted`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,19 @@ from localllm_backends.control_text import LiteralText, control_texts
 # A line of token ids, images among them.
 Tokens = NDArray[np.int32]
 _FIRST, _LAST = 1, 2
+# So many hashes of 30 bits at a line's beginning: no two salts can be found whose lines go on together from there.
+_SALTED_TOKENS, _ABOVE_VOCABULARIES = 4, 2**30
+
+
+def salted(tokens: Seq[int] | Tokens, salt: str, start: int = 0) -> Tokens:
+    """`tokens`, the first of them number `start` of their line, as the cache knows them: a line with a `salt` ("": none) has
+    nothing in common with one that has another. An image's have its hash, which is salted too."""
+    line = np.array(tokens, dtype=np.int32)
+    for i in range(start, min(start + len(line), _SALTED_TOKENS)) if salt else ():
+        if (token := int(line[i - start])) >= 0:
+            digest = hashlib.blake2b(f"{i} {token} {salt}".encode(), digest_size=4).digest()
+            line[i - start] = _ABOVE_VOCABULARIES | int.from_bytes(digest) >> 2
+    return line
 
 
 def split(text: str, marks: Collection[str]) -> list[tuple[str, bool]]:
@@ -61,7 +75,7 @@ def numbers(key: bytes, n_tokens: int) -> list[int]:
     return [-1 - b for b in bits.tolist()]
 
 
-def laid_out(runs: Seq[list[int] | ImageRun]) -> tuple[list[int], tuple[Placed, ...]]:
+def laid_out(runs: Seq[list[int] | ImageRun], salt: str = "") -> tuple[list[int], tuple[Placed, ...]]:
     """The tokens of a prompt, and where its images are."""
     tokens: list[int] = []
     placed: list[Placed] = []
@@ -70,7 +84,7 @@ def laid_out(runs: Seq[list[int] | ImageRun]) -> tuple[list[int], tuple[Placed, 
             tokens += run
         else:
             placed.append(Placed(len(tokens), run))
-            tokens += numbers(run.key, run.n_tokens)
+            tokens += numbers(run.key + salt.encode(), run.n_tokens)
     return tokens, tuple(placed)
 
 

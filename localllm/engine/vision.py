@@ -45,7 +45,9 @@ class ImageReader:
         self._backend = backend
         self._pixels: OrderedDict[str, ImagePixels] = OrderedDict()
 
-    def read(self, prompt: str, images: dict[str, str], *, add_bos: bool) -> tuple[list[int], tuple[Placed, ...]]:
+    def read(
+        self, prompt: str, images: dict[str, str], *, add_bos: bool, salt: str = ""
+    ) -> tuple[list[int], tuple[Placed, ...]]:
         """The prompt's tokens, and where its images are. `images`: files in base64, each by its mark. Raises BackendFailure."""
         parts = split(prompt, images)
         if sum(image for _, image in parts) > MOST_IMAGES:
@@ -54,7 +56,7 @@ class ImageReader:
         made: list[str | ImagePixels] = []
         for part, image in parts:
             made += [self._picture(images[part])] if image else controls.runs(part)
-        return laid_out(self._backend.tokenize_images(made, add_bos=add_bos))
+        return laid_out(self._backend.tokenize_images(made, add_bos=add_bos), salt)
 
     def _picture(self, file: str) -> ImagePixels:
         name = hashlib.sha256(file.encode(errors="surrogatepass")).hexdigest()

@@ -186,7 +186,9 @@ def error_response(error: LocalLLMError) -> JSONResponse:
 
 
 async def render_metrics(server: Server) -> str:
-    """The page. Does not load a model that is not loaded."""
+    """The page: of a key with a name what it has used, for others all. Does not load a model that is not loaded."""
+    if not caller().admin:
+        return "\n".join(used_lines(server.accounts.seen_by(caller()))) + "\n"
     lines = [
         "# TYPE localllm_http_requests_total counter",
         f"localllm_http_requests_total {server.requests}",

@@ -24,7 +24,7 @@ from localllm.server.generation.generate import run
 from localllm.server.generation.image_fetching import ImageFetcher
 from localllm.server.generation.job import GenerationJob, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.generation.pdf_reading import PdfReader
-from localllm.server.http.accounts import Accounts, caller
+from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import IGNORED, ignored_header, request_id
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
@@ -71,7 +71,7 @@ class Server:
         self.settings = settings
         self.store = store
         self.accounts = Accounts(settings.keys, settings.api_key)
-        self.reasoning_cache = ReasoningCache()
+        self.reasoning = PerCaller(ReasoningCache)
         self.counts = TokenCounts()
         self.images = ImageFetcher(settings.image_hosts)
         self.pdfs = PdfReader()
@@ -136,7 +136,7 @@ class Server:
             grammar, loose = await asyncio.to_thread(settled, task.options.grammar)
             task = replace(task, options=replace(task.options, grammar=grammar))
             task = with_defaults(task, model.defaults)
-            job = await chat_job(task, model, engine, self.reasoning_cache, self.counts)
+            job = await chat_job(task, model, engine, self.reasoning.mine(), self.counts)
         else:
             job = await task(engine)
             grammar, loose = await asyncio.to_thread(settled, job.answer.grammar)
@@ -155,13 +155,13 @@ class Server:
     @contextmanager
     def serving(self, model: ServedModel, keep_s: float | None = None) -> Iterator[None]:
         """A block in which a request of `model` runs: it is counted, and the model stays loaded; for `keep_s` after the
-        last request, where the client says so."""
+        last request, where a client that may unload it says so."""
         self.requests += 1
         self.active += 1
         self.awake.began()
         try:
             with model.lease():
-                if keep_s is not None:
+                if keep_s is not None and caller().admin:
                     self.keep_alive.set(model.worker, keep_s)
                 yield
         finally:
@@ -184,9 +184,10 @@ class Server:
                 job = await self.job(translated.task, model, engine)
             writer = begin(job)
             if job.asked is not None:
-                writer = ReasoningRecorder(writer, self.reasoning_cache, job.asked)
+                writer = ReasoningRecorder(writer, self.reasoning.mine(), job.asked)
             account = caller()
-            job = replace(job, generation=replace(job.generation, tenant=account.name))
+            salt = salt_of(job.generation.salt)
+            job = replace(job, generation=replace(job.generation, tenant=account.name, salt=salt))
             usage: ReplyUsage | None = None
             try:
                 try:

@@ -11,9 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.messages import Sampling
+from localllm.engine.sampling.rejection import Distribution
 
 Row = NDArray[np.float32]
 Probs = NDArray[np.float64]
+
+
+def acceptance_probability(p: Distribution, q: Distribution) -> float:
+    """1 − TV(p, q): how often a token drawn from `q` is accepted."""
+    return sum(min(p.prob(token), q.prob(token)) for token in p.ids.tolist())
 
 
 def after_penalties(

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.sampling_reference import acceptance_probability
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
-from localllm.engine.sampling.rejection import Distribution, acceptance_probability, rejection_sample, residual
+from localllm.engine.sampling.rejection import Distribution, rejection_sample, residual
 from localllm.engine.sampling.sampler import Sampler
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=2, max_size=8).filter(any)

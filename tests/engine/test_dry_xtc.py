@@ -16,7 +16,6 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.penalties import dry_penalty, dry_repetitions
-from localllm.engine.sampling.rejection import acceptance_probability
 from localllm.engine.sampling.sampler import Sampler, TokenRules
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
@@ -129,7 +128,7 @@ def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, objec
         seen[token] += 1
         accepted += right
     assert np.abs(seen / n - [p.prob(t) for t in range(8)]).max() < 0.02
-    assert abs(accepted / n - acceptance_probability(p, q)) < 0.02
+    assert abs(accepted / n - sampling_reference.acceptance_probability(p, q)) < 0.02
 
 
 def generated(draft: str, sampling: Sampling, **more: object) -> tuple[list[int], str, int]:

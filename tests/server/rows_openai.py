@@ -93,6 +93,8 @@ OPENAI: list[Row] = [
     honoured("n", {"n": 3}, lambda r, j, h: [c["index"] for c in j["choices"]] == [0, 1, 2]),
     honoured("ignore_eos", {"ignore_eos": True}, lambda r, j, h: r.generation.ignore_eos),
     honoured("cache_prompt", {"cache_prompt": False}, lambda r, j, h: not r.generation.cache_prompt),
+    honoured("cache_salt", {"cache_salt": "s"}, lambda r, j, h: r.generation.salt == "\ns"),
+    refused("an empty cache_salt", {"cache_salt": ""}, "cache_salt"),
     honoured("t_max_predict_ms", {"t_max_predict_ms": 2500}, lambda r, j, h: r.generation.time_limit_s == 2.5),
     tolerated("prompt_cache_key", {"prompt_cache_key": "k"}, "prompt_cache_key"),
     honoured("min_tokens", {"min_tokens": 5}, lambda r, j, h: r.generation.min_tokens == 5),

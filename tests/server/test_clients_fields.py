@@ -44,6 +44,7 @@ SAMPLING: Table = {
     "dry_base": (HONOURED, 1.5), "dry_allowed_length": (HONOURED, 4), "dry_penalty_last_n": (HONOURED, 9),
     "dry_sequence_breakers": (HONOURED, ["x"]), "xtc_probability": (HONOURED, 0.5), "xtc_threshold": (HONOURED, 0.2),
     "repetition_detection": (HONOURED, {"max_pattern_size": 5}), "cache_prompt": (HONOURED, False),
+    "cache_salt": (HONOURED, "s"),
     "t_max_predict_ms": (HONOURED, 5000), "grammar": (HONOURED, 'root ::= "x"'), "json_schema": (HONOURED, SCHEMA),
     "guided_choice": (HONOURED, ["a"]), "guided_grammar": (HONOURED, 'root ::= "x"'), "guided_json": (HONOURED, SCHEMA),
     "guided_regex": (HONOURED, "x"), "structured_outputs": (HONOURED, {"json": SCHEMA}), "regex": (HONOURED, "x"),

@@ -47,12 +47,12 @@ class Front:
 
 
 @contextmanager
-def pooled(*urls: str, **limits: Any) -> Iterator[Front]:
+def pooled(*urls: str, pool_key: str | None = None, **limits: Any) -> Iterator[Front]:
     """A front of the servers at `urls`, in a thread of its own."""
     pool = NodePool([PoolNode(str(i), url) for i, url in enumerate(urls)])
     (sock,) = bind("127.0.0.1", 0)
     own = ServerSettings(port=sock.getsockname()[1], **limits)
-    app, front = create_pool_app(pool, own)
+    app, front = create_pool_app(pool, own, pool_key)
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:

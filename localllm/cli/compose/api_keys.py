@@ -4,6 +4,8 @@ of config.toml.
 [keys.anna]                    # a key by a name: its hash, a variable or a file
 sha256 = "…"
 tokens_per_minute = 60000
+share_cache = "team"           # keys that say the same use each other's prefixes
+admin = true                   # may load, unload, fetch and remove models, and see what everybody used
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from localllm.server.http.accounts import NamedKey
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "parallel")
-_KEY = ("sha256", "env", "file", *_LIMITS)
+_KEY = ("sha256", "env", "file", "share_cache", "admin", *_LIMITS)
 _LEAST_KEY_CHARS = 16
 _HEX = frozenset("0123456789abcdef")
 
@@ -105,7 +107,16 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
         digest = digest_of(_secret(table, where).encode())
     limits = {limit: _limit(table, limit, where) for limit in _LIMITS}
     parallel = limits.pop("parallel")
-    return NamedKey(name, digest, KeyLimits(**limits, parallel=None if parallel is None else int(parallel)))
+    admin = table.get("admin", False)
+    if not isinstance(admin, bool):
+        raise UsageError(f"admin in {where} must be true or false, not {admin!r}")
+    return NamedKey(
+        name,
+        digest,
+        KeyLimits(**limits, parallel=None if parallel is None else int(parallel)),
+        share_cache=text_of(table, "share_cache", where) if "share_cache" in table else "",
+        admin=admin,
+    )
 
 
 def _secret(table: dict[str, Any], where: str) -> str:

@@ -256,6 +256,10 @@ class IdleSequence:
     def exported(self) -> bool:
         return self.state == "exported"
 
+    def line(self, start: int = 0, stop: int | None = None) -> Tokens:
+        """Its tokens [start, stop)."""
+        return self.tokens[start:stop]
+
 
 def may_leave(idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool, step_share: float) -> list[IdleSequence]:
     """Those that leave the context: every token held there slows every other sequence. On a device only where others are `busy`, and

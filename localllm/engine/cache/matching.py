@@ -24,10 +24,12 @@ class TokenSequence(Protocol):
     @property
     def tokens(self) -> Seq[int] | Tokens:
         """All of them, computed or not."""
-        ...
+
+    def line(self, start: int = 0, stop: int | None = None) -> Tokens:
+        """Tokens [start, stop) as the cache knows them (see `tokens.salted`)."""
 
 
-class RunningSequence(Protocol):
+class RunningSequence(TokenSequence, Protocol):
     """A running request as the cache sees it: `n_kv` of its tokens, of which `n_prompt` are its prompt, are in `sequence`;
     `known` tokens of the prompt followed some known sequence, and `cached` were not computed."""
 
@@ -41,7 +43,6 @@ class RunningSequence(Protocol):
     @property
     def shares(self) -> bool:
         """May its KV go to others, and come from them?"""
-        ...
 
 
 class PromptMatch:
@@ -58,7 +59,7 @@ class PromptMatch:
         same, parted = self._shared.get(other, (0, False))
         n = min(len(other.tokens), len(self.tokens))
         if same < n and not parted:
-            new = common_prefix(as_tokens(other.tokens[same:n]), self.tokens[same:n])
+            new = common_prefix(other.line(same, n), self.tokens[same:n])
             same, parted = same + new, new < n - same
             self._shared[other] = same, parted
         return min(same, n)

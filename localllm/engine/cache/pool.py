@@ -24,7 +24,7 @@ from localllm.engine.cache.eviction import Block, ExportState, IdleSequence, Spa
 from localllm.engine.cache.matching import PromptMatch, RestorePlan, RunningSequence
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.cache.store import KvStore, Signs, checkpoints
-from localllm.engine.cache.tree import Match, PrefixCache, as_tokens
+from localllm.engine.cache.tree import Match, PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
@@ -371,7 +371,7 @@ class SequencePool:
             return
         for job in self.running():
             if job.sequence not in (None, self._leaving):
-                for block in self.cache.covered(as_tokens(job.tokens[: self._backend.length(job.sequence)])):
+                for block in self.cache.covered(job.line(0, self._backend.length(job.sequence))):
                     yield self.cache, block
         for idle in reversed(self._idle):
             for block in self.cache.covered(idle.tokens):

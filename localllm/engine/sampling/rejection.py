@@ -53,11 +53,6 @@ def residual(p: Distribution, q: Distribution) -> Distribution:
     return Distribution(p.ids, left / mass)
 
 
-def acceptance_probability(p: Distribution, q: Distribution) -> float:
-    """1 − TV(p, q): how often a token drawn from `q` is accepted."""
-    return float(np.minimum(p.probs, _probs_of(q, p.ids)).sum())
-
-
 def _probs_of(dist: Distribution, ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """Probabilities `dist` gives to `ids`, 0 where it holds none (float64, the shape of `ids`)."""
     order = np.argsort(dist.ids)

@@ -183,11 +183,7 @@ class ThinkingBudget:
     the answer's beginning."""
 
     def __init__(
-        self,
-        limit: ThinkingLimit,
-        n_prompt: int,
-        tokenize: Callable[[str], list[int]],
-        text: Callable[[int], bytes],
+        self, limit: ThinkingLimit, n_prompt: int, tokenize: Callable[[str], list[int]], text: Callable[[int], bytes]
     ) -> None:
         self._limit, self._n_prompt, self._tokenize, self._text = limit, n_prompt, tokenize, text
         self._opening, self._closing = limit.opening.encode(), limit.closing.encode()

@@ -13,11 +13,11 @@ from typing import Self
 from localllm.engine.cache.matching import PromptMatch
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
-from localllm.engine.cache.tree import as_tokens
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.speculation import DraftContext, Drafter, Drafts
+from localllm.engine.tokens import salted
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
 # llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding at their ends.
@@ -135,7 +135,7 @@ class DraftModel(Drafter):
         """The job's sequence, cut back to what it shares with what really came."""
         line = self._lines.get(job.id)
         if line is None:
-            tokens = as_tokens(job.tokens)
+            tokens = job.line()
             source = self._pool.lookup(PromptMatch(tokens), ())
             reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
             need = self._pool.needs_cells(source, len(tokens) + reserve)
@@ -161,7 +161,7 @@ class DraftModel(Drafter):
         """The job ended: what the draft model read of it stays in its cache."""
         line = self._lines.pop(job.id, None)
         if line is not None:
-            self._pool.release(line.sequence, as_tokens(line.held))
+            self._pool.release(line.sequence, salted(line.held, job.request.generation.salt))
 
     def tick(self, *, busy: bool) -> bool:
         return self._pool.tick(busy=busy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
@@ -50,6 +51,8 @@ _MOST_STEPS_LOST, _LEAST_GAIN = 6.0, 0.985
 _PLAIN_EVERY = 64
 # A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
 _RETRY_TOKENS, _MOST_RETRIES, _TRIAL_TOKENS = 24, 6, 2
+# So many salts have their recent answers kept.
+_MOST_RECENTS = 64
 
 
 @dataclass
@@ -125,7 +128,8 @@ class Speculator:
         made = [kind.for_engine(self.context) for kind in kinds]
         self.drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in made if drafter is not None}
         self._acceptance = {name: Acceptance() for name in self.drafters}
-        self._recent = RecentOutputs()
+        # By salt: others' words would be told by how fast they come.
+        self._recent = lru_cache(_MOST_RECENTS)(lambda salt: RecentOutputs())
         self._tallies = {name: _Tally() for name in ("ngram", "grammar", *(kind.name for kind in kinds))}
         self._since_plain = 0
         self._most_steps = math.inf
@@ -274,7 +278,7 @@ class Speculator:
     def _state(self, job: RunningRequest) -> _DraftState:
         state = self._states.get(job.id)
         if state is None:
-            lookup = Lookup(job.tokens, HitRates(self._rates), self._recent, job.predicted)
+            lookup = Lookup(job.tokens, HitRates(self._rates), self._recent(job.request.generation.salt), job.predicted)
             back_offs = {name: _BackOff(Acceptance(shared)) for name, shared in self._acceptance.items()}
             state = self._states[job.id] = _DraftState(lookup, back_offs)
         return state
@@ -316,7 +320,7 @@ class Speculator:
 
     def forget(self, job: RunningRequest) -> None:
         if self._states.pop(job.id, None) is not None:
-            self._recent.add(job.tokens[job.n_prompt :])
+            self._recent(job.request.generation.salt).add(job.tokens[job.n_prompt :])
         for drafter in self.drafters.values():
             drafter.forget(job)
 

@@ -170,7 +170,6 @@ class EngineClient(Protocol):
         A too-long prompt yields a Failure with code `context_length_exceeded` before any queue; a dead worker yields
         a Failure with code `worker_died` within two seconds.
         """
-        ...
 
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
         """`submit` without a task's turn for every token: `hear` is called with each event but the last the moment it
@@ -178,17 +177,14 @@ class EngineClient(Protocol):
 
         Cancelling this coroutine cancels the request, and so does an error of `hear`, which is raised here.
         """
-        ...
 
     async def tokenize(
         self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
     ) -> list[int]:
         """Token ids of `text` under the model's vocabulary; marks in it stand for `images` (base64), whose are below zero."""
-        ...
 
     async def detokenize(self, tokens: list[int]) -> str:
         """Text of `tokens`."""
-        ...
 
     async def snapshot(self) -> dict[str, Any]: ...
 
@@ -198,6 +194,5 @@ class Host(Protocol):
 
     async def engine(self) -> EngineClient:
         """The loaded engine; loads on first use, reloads after a crash (with back-off). Raises LocalLLMError."""
-        ...
 
     async def close(self) -> None: ...

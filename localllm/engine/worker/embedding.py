@@ -61,7 +61,6 @@ class Embeds(Protocol):
         """For each input its vector of length 1 as little-endian float32, and the tokens of all inputs.
 
         An input that is too long is a ContextLengthError, or cut with `truncate`."""
-        ...
 
 
 @runtime_checkable
@@ -72,7 +71,6 @@ class Ranks(Protocol):
         """How well each document answers the query, as the model says it (higher is better), and the tokens of all pairs.
 
         A pair that is too long is a ContextLengthError, or its document is cut with `truncate`."""
-        ...
 
 
 class EmbeddingEngine(ProcessEngine):

@@ -35,15 +35,12 @@ class Startable(Protocol[StartedE]):
     @property
     def hang_s(self) -> float:
         """How long its process may show no sign of life while it is waited for (0: as long as it likes)."""
-        ...
 
     def check_memory(self, available: Available | None = None) -> None:
         """Raise DoesNotFitError unless loading it would leave the headroom free."""
-        ...
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> StartedE:
         """Start the process and load the model; `on_loading` hears how much of it is loaded, from 0 to 1."""
-        ...
 
 
 class Supervisor(Generic[E]):

@@ -24,7 +24,7 @@ from typing import Any
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.engine.sampling.grammar import GrammarCompiler
-from localllm.engine.tokens import tokenized
+from localllm.engine.tokens import Placed, tokenized
 from localllm.engine.vision import ImageReader
 from localllm.engine.worker.pipe import ChildPipe, Message, reason
 from localllm.engine.worker.supervisor import Pulse
@@ -176,19 +176,28 @@ class Worker:
             case _:
                 self._inbox.put(message)
 
-    def _submit(self, backend: Backend, sent: dict[str, Any]) -> None:
-        """Hand the engine a request and its tokens. One that can't be understood is answered, never dropped."""
+    def _submit(self, backend: Backend, sent: dict[str, Any], reader: ImageReader | None = None) -> None:
+        """Hand the engine a request with its tokens and what `reader` made of its images (None: it has none). One that can't
+        be understood is answered, never dropped."""
+        images: tuple[Placed, ...] = ()
         try:
             request = request_from_json(sent)
-            prompt = request.prompt
-            tokens = tokenized(backend, prompt, add_bos=request.add_bos) if isinstance(prompt, str) else prompt
-            bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
-            if bad is not None:
-                raise BackendFailure(f"token {bad} is outside the vocabulary")
+            prompt, add_bos = request.prompt, request.add_bos
+            if reader is None:
+                tokens = tokenized(backend, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
+                bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
+                if bad is not None:
+                    raise BackendFailure(f"token {bad} is outside the vocabulary")
+            elif isinstance(prompt, str):
+                tokens, images = reader.read(prompt, request.images, add_bos=add_bos, salt=request.generation.salt)
+                # What they are made of is not needed any more.
+                request = replace(request, images={})
+            else:
+                raise BackendFailure("images stand in a prompt of text, not of tokens")
         except Exception as e:
             self._send([Failure(str(sent.get("id", "")), "invalid_request", reason(e))])
         else:
-            self._inbox.put({"op": "submit", "request": request, "tokens": tokens})
+            self._inbox.put({"op": "submit", "request": request, "tokens": tokens, "images": images})
 
     def _prepare(self, backend: Backend) -> None:
         """The images' own thread: decoding one takes as long as many steps, and nobody else's request waits for it."""
@@ -198,19 +207,8 @@ class Worker:
             if message["op"] == "tokenize":
                 self._pipe.reply(message, partial(self._count, reader, message))
                 continue
-            sent = message["request"]
-            identity = str(sent.get("id", ""))
-            try:
-                request = request_from_json(sent)
-                if not isinstance(request.prompt, str):
-                    raise BackendFailure("images stand in a prompt of text, not of tokens")
-                tokens, images = reader.read(request.prompt, request.images, add_bos=request.add_bos)
-                # What it is made of is not needed any more.
-                request = replace(request, images={})
-            except Exception as e:
-                self._send([Failure(identity, "invalid_request", reason(e))])
-            else:
-                self._inbox.put({"op": "submit", "request": request, "tokens": tokens, "images": images})
+            identity = str(message["request"].get("id", ""))
+            self._submit(backend, message["request"], reader)
             self._preparing.discard(identity)
             if identity in self._left:
                 self._left.discard(identity)

@@ -270,6 +270,12 @@ class SamplingFields(RequestBody, GenerationFields):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=4096)
     ignore_eos: bool | None = None
     cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="only requests of the same salt use each other's prefixes (vLLM)",
+    )
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     service_tier: str | None = Field(
         None, max_length=64, description="priority: before others; flex, batch: after them"
@@ -303,6 +309,7 @@ class SamplingFields(RequestBody, GenerationFields):
             logprobs=self.alternatives(),
             time_limit_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
             cache_prompt=self.cache_prompt is not False,
+            salt=self.cache_salt or "",
             prediction=self.predicted(),
             thinking_tokens=self.thinking_tokens(),
             priority=PRIORITIES.get(self.service_tier or "", 0),

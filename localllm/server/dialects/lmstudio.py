@@ -11,6 +11,7 @@ from pydantic import Field
 
 from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.openapi import body_of
+from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
 from localllm.server.models.served import ServedModel
@@ -113,6 +114,7 @@ def routes(server: Server) -> APIRouter:
     @router.post("/api/v1/models/load", response_model=None, openapi_extra=body_of(LoadFields, "instance_id", "status"))
     async def load(request: Request) -> Response:
         """Load a model; answers when it is loaded."""
+        admins_only("loading a model")
         fields, ignored = read(LoadFields, await read_json(request, server.settings))
         model = await server.models.find(fields.model)
         began_s = time.monotonic()
@@ -129,6 +131,7 @@ def routes(server: Server) -> APIRouter:
     @router.post("/api/v1/models/unload", response_model=None, openapi_extra=body_of(UnloadFields, "instance_id"))
     async def unload(request: Request) -> Response:
         """Give a model's memory back. A 503 while it answers requests."""
+        admins_only("unloading a model")
         fields, ignored = read(UnloadFields, await read_json(request, server.settings))
         model = server.models.resolve(fields.instance_id)
         await model.unload()

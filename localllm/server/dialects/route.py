@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.fields import HINTS, Fields, read
 from localllm.server.dialects.openapi import body_of
+from localllm.server.http.accounts import admins_only, caller
 from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.errors import headers_of
 from localllm.server.http.json_body import read_json
@@ -94,13 +95,15 @@ def _answering(server: Server, route: Route[Any]) -> Endpoint:
         model = await server.models.find(fields.model)
         translated = route.translate(fields, model)
         if isinstance(translated, PreloadRequest) and translated.keep_s == 0:
+            admins_only("unloading a model")
             await server.keep_alive.unload(model.worker)
             return JSONResponse(translated.body)
         if isinstance(translated, PreloadRequest):
             with server.serving(model, translated.keep_s):
                 await model.engine()
             return JSONResponse(translated.body)
-        translated = replace(translated, ignored=(*unknown, *translated.ignored))
+        kept = ("keep_alive",) if translated.keep_s is not None and not caller().admin else ()
+        translated = replace(translated, ignored=(*unknown, *kept, *translated.ignored))
         if route.dialect.streams if fields.stream is None else fields.stream:
             return await server.stream(model, translated, route.dialect)
         return await server.whole(request, model, translated)

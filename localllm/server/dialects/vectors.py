@@ -69,10 +69,11 @@ async def answer(
             caller().charge(n_tokens, 0, 0)
             return vectors, n_tokens
 
+    kept = ["keep_alive"] if translated.keep_s is not None and not caller().admin else []
     found = await unless_gone(request.receive, work())
     if found is None:
         return Response(status_code=499)
-    return JSONResponse(translated.body(*found), headers={**request_id(), **ignored_header(ignored)})
+    return JSONResponse(translated.body(*found), headers={**request_id(), **ignored_header([*ignored, *kept])})
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:

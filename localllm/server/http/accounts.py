@@ -6,17 +6,24 @@ import csv
 import hashlib
 import hmac
 import io
+import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
+from typing import Generic, TypeVar
 
-from localllm.errors import LocalLLMError
+from localllm.errors import AuthError, LocalLLMError
 
 _MINUTE_S = 60.0
 # Retry-After for a key at its limit of parallel requests: when one ends is not known.
 _PARALLEL_RETRY_S = 1
+# The callers, besides those of the settings, of whom something is kept (`PerCaller`, `Accounts.on_behalf`).
+_MOST_CALLERS = 256
+_DELEGATED = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{32}|-) ([01])")
+T = TypeVar("T")
 
 
 class RateLimitError(LocalLLMError):
@@ -41,11 +48,14 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A key with its holder's name; only the SHA-256 of the key is kept."""
+    """A key with its holder's name; only the SHA-256 of the key is kept. Keys of the same `share_cache` use each other's
+    prefixes; an `admin` may do what the key without a name may."""
 
     name: str
     digest: bytes = field(repr=False)
     limits: KeyLimits = field(default_factory=KeyLimits)
+    share_cache: str = ""
+    admin: bool = False
 
 
 def digest_of(key: bytes) -> bytes:
@@ -85,7 +95,9 @@ class KeyUsage:
 
 
 class Account:
-    """One key's limits and usage. `owner`: may see everybody's usage."""
+    """One key's limits and usage. `owner`: it has the key without a name. `admin`: may load, unload, fetch and remove models
+    and see everybody's usage; so may whoever has no name. Prefixes are kept for those of one `cache_scope` ("": for all
+    without a name)."""
 
     def __init__(
         self,
@@ -94,8 +106,12 @@ class Account:
         clock: Callable[[], float] = time.monotonic,
         *,
         owner: bool = False,
+        admin: bool = False,
+        share_cache: str = "",
     ) -> None:
         self.name, self.owner, self.used, self.active = name, owner, KeyUsage(), 0
+        self.admin = admin or not name
+        self.cache_scope = f"group {share_cache}" if share_cache else f"key {name}" if name else ""
         self.limits = limits or KeyLimits()
         per_minute, tokens = self.limits.requests_per_minute, self.limits.tokens_per_minute
         self._requests = TokenBucket(per_minute, clock) if per_minute is not None else None
@@ -145,6 +161,39 @@ def caller() -> Account:
     return _CALLER.get()
 
 
+def admins_only(what: str) -> None:
+    """Raises AuthError for a caller who may not do `what`."""
+    if not caller().admin:
+        raise AuthError(
+            f"{what} is for the server's owner: others use it too",
+            hint="use the key without a name, or one with `admin = true` in config.toml",
+        )
+
+
+def salt_of(cache_salt: str) -> str:
+    """What the prefixes of the current request are kept under: whose it is, and the salt that its client names."""
+    scope = caller().cache_scope
+    return f"{scope}\n{cache_salt}" if scope or cache_salt else ""
+
+
+class PerCaller(Generic[T]):
+    """A `make`d thing for each caller; that of the one who was away the longest goes first."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._of: OrderedDict[str, T] = OrderedDict()
+
+    def mine(self) -> T:
+        """The current caller's."""
+        name = caller().name
+        if name not in self._of:
+            self._of[name] = self._make()
+        self._of.move_to_end(name)
+        while len(self._of) > _MOST_CALLERS:
+            self._of.popitem(last=False)
+        return self._of[name]
+
+
 @contextmanager
 def called_by(account: Account) -> Iterator[None]:
     """Sets `caller()` for a block and the tasks started in it."""
@@ -161,7 +210,11 @@ class Accounts:
     def __init__(
         self, keys: Iterable[NamedKey] = (), owner_key: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._keys = [(key.digest, Account(key.name, key.limits, clock)) for key in keys]
+        self._keys = [
+            (key.digest, Account(key.name, key.limits, clock, admin=key.admin, share_cache=key.share_cache))
+            for key in keys
+        ]
+        self._delegated: OrderedDict[tuple[str, bytes], Account] = OrderedDict()
         if owner_key is not None:
             self._keys.append((digest_of(owner_key.encode()), Account("", clock=clock, owner=True)))
 
@@ -178,10 +231,22 @@ class Accounts:
                 found = account
         return found
 
+    def on_behalf(self, account: Account, sent: bytes) -> Account:
+        """The account for which `account`, an admin's, hands on a request (see `delegation`). Raises AuthError."""
+        found = _DELEGATED.fullmatch(sent)
+        if found is None or not account.admin:
+            raise AuthError(f"only an admin's key may send {DELEGATION}, in the form that a pool's front sends")
+        name, scope, admin = (part.decode() for part in found.groups())
+        made = Account(f"{account.name}/{name}", admin=admin == "1", share_cache="" if scope == "-" else scope)
+        kept = self._delegated.setdefault((account.name, sent), made)
+        if len(self._delegated) > _MOST_CALLERS:
+            self._delegated.popitem(last=False)
+        return kept
+
     def seen_by(self, account: Account) -> list[Account]:
-        """The named accounts whose usage `account` may see: its own, or all for the owner."""
+        """The named accounts whose usage `account` may see: its own, or all for an admin."""
         named = [a for _, a in self._keys if a.name]
-        return [a for a in named if a is account] if account.name else named
+        return named if account.admin else [a for a in named if a is account]
 
     def table(self, account: Account) -> str:
         """The usage that `account` may see, as CSV."""
@@ -194,6 +259,24 @@ class Accounts:
                 (a.name, u.requests, u.refused, u.prompt_tokens, u.cached_tokens, u.completion_tokens, a.active)
             )
         return out.getvalue()
+
+
+# The header by which a server of ours that hands requests on says whose each is.
+DELEGATION = "x-localllm-for"
+
+
+def delegation() -> dict[str, str]:
+    """That header for the current request, without a name in clear; none for a caller without a name."""
+    account = caller()
+    if not account.name:
+        return {}
+    shared = account.cache_scope != f"key {account.name}"
+    scope = _pseudonym(account.cache_scope) if shared else "-"
+    return {DELEGATION: f"{_pseudonym(account.name)} {scope} {int(account.admin)}"}
+
+
+def _pseudonym(name: str) -> str:
+    return hashlib.sha256(f"localllm {name}".encode()).hexdigest()[:32]
 
 
 def used_lines(accounts: Iterable[Account]) -> list[str]:

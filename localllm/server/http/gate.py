@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from localllm.errors import AuthError, BusyError, LocalLLMError, RequestError
-from localllm.server.http.accounts import Account, Accounts, called_by
+from localllm.server.http.accounts import DELEGATION, Account, Accounts, called_by
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.connections import ADMIT
 from localllm.server.http.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, headers_of
@@ -138,7 +138,8 @@ class SecurityGate:
         account = self._accounts.of(key.strip())
         if account is None:
             raise KeyRequiredError("the API key is missing or wrong")
-        return account
+        delegated = headers.get(DELEGATION.encode())
+        return account if delegated is None else self._accounts.on_behalf(account, delegated)
 
     def _check_body(self, method: str, headers: dict[bytes, bytes], *, from_page: bool) -> None:
         if method not in _BODY_METHODS:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from localllm.errors import LocalLLMError
+from localllm.server.http.accounts import delegation
 from localllm.server.http.sockets import trusted_certificates
 from localllm.server.proxy.usage_meter import UsageMeter
 
@@ -37,7 +38,7 @@ class UpstreamError(LocalLLMError):
 @dataclass(frozen=True, slots=True)
 class ProxyRequest:
     """One request to the server called `name`, sent with its `key`. `silence_s`: the read timeout. `meter` counts the
-    answer's tokens."""
+    answer's tokens. `whose`: the header that says so, to servers that know us by a key."""
 
     name: str
     url: str
@@ -47,11 +48,12 @@ class ProxyRequest:
     accept: str = "*/*"
     method: str = "POST"
     meter: UsageMeter = field(default_factory=UsageMeter)
+    whose: Mapping[str, str] = field(default_factory=delegation)
 
     def headers(self) -> dict[str, str]:
         """Of the client's own headers only Accept is passed on."""
         headers = {"content-type": "application/json", "accept": self.accept, "accept-encoding": "identity"}
-        return {**headers, **({"authorization": f"Bearer {self.key}"} if self.key else {})}
+        return {**headers, **({"authorization": f"Bearer {self.key}", **self.whose} if self.key else {})}
 
 
 class UpstreamClient:

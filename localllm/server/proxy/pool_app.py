@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from localllm.errors import BusyError, LocalLLMError, RequestError
-from localllm.server.http.accounts import Account, Accounts, caller, used_lines
+from localllm.server.http.accounts import Account, Accounts, admins_only, caller, used_lines
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.errors import headers_of, internal, log_failure
 from localllm.server.http.gate import SecurityGate
@@ -157,8 +157,7 @@ class PoolFront:
         if path == "/pool" and method == "GET":
             return 200, {"boxes": [node_facts(node) for node in self.pool.nodes], "retried": self.retried}
         if path in ("/pool/drain", "/pool/resume") and method == "POST":
-            if caller().name:
-                raise RequestError("only the server's owner may do that", hint="use the key without a name")
+            admins_only("draining a server")
             body = await read_body(Request(scope, receive), self._settings)
             node = self.pool.node(str(body.value.get("box", "")))
             if node is None:

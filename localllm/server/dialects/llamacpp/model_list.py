@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from localllm.conversation.tools import format_for, has_unknown_notation
+from localllm.server.http.accounts import caller
 from localllm.server.models.router import ModelRouter, ServedModel
 
 _LOOK_S, _KEEPALIVE_S = 0.5, 10.0
@@ -65,7 +66,8 @@ def _status(model: ServedModel) -> dict[str, Any]:
 
 
 async def slots(model: ServedModel) -> list[dict[str, Any]]:
-    """GET /slots: one entry per slot with its running request, then the waiting requests; no prompt text."""
+    """GET /slots: one entry per slot with its running request, then the waiting requests; no prompt text, and of requests of
+    others only that they are there."""
     info = model.info
     if not model.loaded or info is None:
         return []
@@ -74,13 +76,19 @@ async def slots(model: ServedModel) -> list[dict[str, Any]]:
     waiting = [j for j in jobs if j["state"] == "waiting"]
     free = max(0, info.n_seq_max - len(running))
     entries = [*running, *[None] * free, *waiting]
-    return [_slot(i, info.n_ctx, job) for i, job in enumerate(entries)]
+    account = caller()
+    return [
+        _slot(i, info.n_ctx, job, known=account.admin or (job is not None and job["tenant"] == account.name))
+        for i, job in enumerate(entries)
+    ]
 
 
-def _slot(number: int, n_ctx: int, job: dict[str, Any] | None) -> dict[str, Any]:
+def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, *, known: bool) -> dict[str, Any]:
     base = {"id": number, "n_ctx": n_ctx, "speculative": True, "is_processing": job is not None}
     if job is None:
         return {**base, "state": "idle"}
+    if not known:
+        return {**base, "state": "busy"}
     return {
         **base,
         "state": job["state"],

@@ -17,6 +17,7 @@ from localllm.server.dialects.llamacpp.model_list import slots
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Route, mount
 from localllm.server.dialects.wire import EVENTS
+from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
 from localllm.server.serving import Server
@@ -109,6 +110,7 @@ def _managing(router: APIRouter, server: Server) -> None:
     @router.post("/models/load", response_model=None, openapi_extra=body_of(ModelFields, "success"))
     async def load(request: Request) -> Response:
         """Begin to load a model; `status` in the lists says how it goes. An error, if it can't be here at all."""
+        admins_only("loading a model")
         fields, ignored = read(ModelFields, await read_json(request, server.settings))
         model = await server.models.find(fields.model)
         task = asyncio.create_task(model.engine())
@@ -121,6 +123,7 @@ def _managing(router: APIRouter, server: Server) -> None:
     @router.post("/models/unload", response_model=None, openapi_extra=body_of(ModelFields, "success"))
     async def unload(request: Request) -> Response:
         """Give a model's memory back. A 503 while it answers requests."""
+        admins_only("unloading a model")
         fields, ignored = read(ModelFields, await read_json(request, server.settings))
         await server.models.resolve(fields.model).unload()
         return JSONResponse({"success": True}, headers=ignored_header(ignored))

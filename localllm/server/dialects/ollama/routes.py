@@ -31,6 +31,7 @@ from localllm.server.dialects.route import PreloadRequest, Route, mount, post, r
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import GenerationJob, PrefillProgress
+from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
@@ -124,6 +125,7 @@ def _managing(router: APIRouter, server: Server) -> None:
     puller = ModelPuller()
 
     async def pull(request: Request) -> Response:
+        admins_only("fetching a model")
         store = allowed(server.store)
         fields, ignored = read(OllamaPull, await read_json(request, server.settings), requests.HINTS)
         name, headers = fields.wanted(), {**request_id(), **ignored_header(ignored)}
@@ -146,6 +148,7 @@ def _managing(router: APIRouter, server: Server) -> None:
         )
 
     async def delete(request: Request) -> Response:
+        admins_only("removing a model")
         store = allowed(server.store)
         fields, ignored = read(OllamaManaged, await read_json(request, server.settings), requests.HINTS)
         name = fields.wanted()

@@ -30,6 +30,7 @@ from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import GenerationJob, PrefillProgress
+from localllm.server.http.accounts import PerCaller
 from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox
@@ -39,13 +40,13 @@ from localllm.server.serving import Server, TranslatedRequest
 
 def routes(server: Server) -> APIRouter:
     router = APIRouter(tags=["OpenAI responses"])
-    store, conversations = ResponseStore(), Conversations()
-    _mount_conversations(router, server, conversations)
+    states = PerCaller(lambda: ResponseState(ResponseStore(), Conversations()))
+    _mount_conversations(router, server, states)
     silence_s = server.settings.keepalive_s / 2
     create = Route(
         "/v1/responses",
         ResponsesFields,
-        lambda fields, model: translate(fields, model, ResponseState(store, conversations), silence_s),
+        lambda fields, model: translate(fields, model, states.mine(), silence_s),
         EVENTS,
         "Answer a list of items, whole or as events",
         ("id", "output", "status"),
@@ -62,24 +63,24 @@ def routes(server: Server) -> APIRouter:
     @router.get("/v1/responses/{response_id}")
     async def get(response_id: str) -> dict[str, Any]:
         """A stored response."""
-        return store.body(response_id)
+        return states.mine().responses.body(response_id)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
         """Forget a stored response."""
-        store.drop(response_id)
+        states.mine().responses.drop(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def list_input(response_id: str, request: Request) -> dict[str, Any]:
         """The items a stored response answers, the newest first unless asked otherwise."""
         wanted, _ = read(PageFields, request.query_params)
-        return page(store.sent(response_id), wanted)
+        return page(states.mine().responses.sent(response_id), wanted)
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str) -> dict[str, Any]:
         """Refused: a stored response has ended, and a running one is cancelled by disconnecting."""
-        store.body(response_id)
+        states.mine().responses.body(response_id)
         raise UnsupportedError(
             "only a background response can be cancelled, and there are none here",
             hint="close the connection: generation ends at once",
@@ -89,59 +90,61 @@ def routes(server: Server) -> APIRouter:
     return router
 
 
-def _mount_conversations(router: APIRouter, server: Server, conversations: Conversations) -> None:
+def _mount_conversations(router: APIRouter, server: Server, states: PerCaller[ResponseState]) -> None:
     one = "/v1/conversations/{conversation_id}"
 
     @router.post("/v1/conversations", response_model=None, openapi_extra=body_of(ConversationFields, "id"))
     async def create(request: Request) -> JSONResponse:
         """Begin a conversation that the server keeps."""
         fields, ignored = read(ConversationFields, await read_json(request, server.settings))
-        return JSONResponse(conversations.create(fields), headers=ignored_header(ignored))
+        return JSONResponse(states.mine().conversations.create(fields), headers=ignored_header(ignored))
 
     @router.get(one)
     async def get(conversation_id: str) -> dict[str, Any]:
         """A conversation's object."""
-        return conversations.body(conversation_id)
+        return states.mine().conversations.body(conversation_id)
 
     @router.post(one, response_model=None, openapi_extra=body_of(MetadataFields, "id"))
     async def update(conversation_id: str, request: Request) -> JSONResponse:
         """Give a conversation other metadata."""
         fields, ignored = read(MetadataFields, await read_json(request, server.settings))
-        body = conversations.body(conversation_id)
+        body = states.mine().conversations.body(conversation_id)
         body["metadata"] = fields.metadata
         return JSONResponse(body, headers=ignored_header(ignored))
 
     @router.delete(one)
     async def delete(conversation_id: str) -> dict[str, Any]:
         """Forget a conversation."""
-        conversations.drop(conversation_id)
+        states.mine().conversations.drop(conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @router.get(one + "/items")
     async def list_items(conversation_id: str, request: Request) -> dict[str, Any]:
         """A conversation's items, the newest first unless asked otherwise."""
         wanted, _ = read(PageFields, request.query_params)
-        return page(conversations.items(conversation_id), wanted)
+        return page(states.mine().conversations.items(conversation_id), wanted)
 
     @router.post(one + "/items", response_model=None, openapi_extra=body_of(ItemsFields, "data"))
     async def add_items(conversation_id: str, request: Request) -> JSONResponse:
         """Put items at a conversation's end."""
         fields, ignored = read(ItemsFields, await read_json(request, server.settings))
-        return JSONResponse(listing(conversations.add(conversation_id, fields.items)), headers=ignored_header(ignored))
+        return JSONResponse(
+            listing(states.mine().conversations.add(conversation_id, fields.items)), headers=ignored_header(ignored)
+        )
 
     @router.get(one + "/items/{item_id}")
     async def get_item(conversation_id: str, item_id: str) -> dict[str, Any]:
         """One item of a conversation."""
-        return conversations.item(conversation_id, item_id)
+        return states.mine().conversations.item(conversation_id, item_id)
 
     @router.delete(one + "/items/{item_id}")
     async def delete_item(conversation_id: str, item_id: str) -> dict[str, Any]:
         """Take an item out of a conversation."""
-        return conversations.drop_item(conversation_id, item_id)
+        return states.mine().conversations.drop_item(conversation_id, item_id)
 
 
 class ResponseState(NamedTuple):
-    """Stored responses and conversations."""
+    """One caller's stored responses and conversations."""
 
     responses: ResponseStore
     conversations: Conversations
