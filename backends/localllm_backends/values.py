@@ -27,7 +27,8 @@ class LoadSpec:
     `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step and
     `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
     asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
-    loads the model's own draft heads with it (LoadError where it has none, or they can't run here). `placement` says where
+    loads the model's own draft heads with it (LoadError where it has none, or they can't run here), and
+    `drafter` is the file of a drafter trained for it (EAGLE-3, DFlash; LoadError where it is not for this model). `placement` says where
     layers, experts and KV lie (LoadError where the engine can't place it so). `projector` is the file of the image
     projector beside the model ("": images are not wanted; LoadError where it is of no use to this model). `wired`: weights may
     be wired down in memory that a GPU shares with everything else.
@@ -45,6 +46,7 @@ class LoadSpec:
     n_outputs: int = 0
     n_rewind: int = 0
     mtp: bool = False
+    drafter: str = ""
     placement: Placement = field(default_factory=Placement)
     projector: str = ""
     wired: bool = True
@@ -73,8 +75,8 @@ class Capabilities:
     `states`: the same, but a sequence can be stepped only with the state behind its last token (windows, recurrent layers),
     which is kept apart from its KV.
     `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
-    `drafts`: longest draft (tokens) the model's own heads write (`Backend.draft`); 0 = it has none, or they are
-    not loaded.
+    `drafts`: longest draft (tokens) that heads loaded with it write (`Backend.draft`); 0 = there are none. `draft_kind`: which
+    ("mtp": the model's own; "eagle3", "dflash": `LoadSpec.drafter`; "": none). Those of "dflash" are made in one pass.
     `sliced_prefill`: prompts can be read beside the steps (`Backend.slice_prefill`).
     `samples`: chunks may ask for a token sampled where the logits are (`SampleSpec`).
     `asynchronous`: a step's result may come back before it is computed; whoever asks it something waits.
@@ -93,6 +95,7 @@ class Capabilities:
     exact_batching: bool
     kv_types: tuple[KvType, ...]
     drafts: int = 0
+    draft_kind: str = ""
     sliced_prefill: bool = False
     states: bool = False
     samples: bool = False

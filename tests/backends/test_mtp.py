@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec
-from localllm_backends.llamacpp import backend_type, mtp
+from localllm_backends.llamacpp import backend_type, heads, mtp
 from localllm_backends.llamacpp.weights import load_model
 from models import tiny_gguf, tiny_mtp
 
@@ -29,7 +29,7 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self._model, _ = load_model(path, LoadSpec(str(path), mtp=True), None)
-        found = mtp.staging_functions(llama_cpp)
+        found = heads.staging_functions(llama_cpp)
         assert found is not None
         self._staging = found
         self._n_embd = llama_cpp.llama_model_n_embd_out(self._model)
@@ -333,5 +333,5 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(
     refused(rewritten(path, tmp_path / "a.gguf", architecture="exaone4"), "can't run the draft heads of 'exaone4'")
     refused(rewritten(path, tmp_path / "b.gguf", without="nextn"), "weights are not in it")
     refused(tmp_path / "absent.gguf", "no file")
-    monkeypatch.setitem(mtp.SYMBOLS, "rows", ("?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z", None, []))
+    monkeypatch.setitem(heads.SYMBOLS, "rows", ("?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z", None, []))
     refused(path, "does not export")

@@ -30,10 +30,10 @@ from localllm_backends.llamacpp import huge_weights, kv_blocks
 from localllm_backends.llamacpp.batch import ABORTED, Batch, EmbeddingBatch, Interrupts, LlamaCppStepResult, LogitsView
 from localllm_backends.llamacpp.cells import Carried, CellLedger, Positions, without_tail
 from localllm_backends.llamacpp.context import outputs_reserved
+from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.kv_blocks import States
 from localllm_backends.llamacpp.kv_fidelity import KvTypeComparison
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, model_info
-from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import GGML_TYPES, BufferSizes, has_gpu, log
 from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, bytes_for
 from localllm_backends.llamacpp.top_logits import SortedOut, TopLogits
@@ -49,7 +49,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     def __init__(
         self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, sizes: BufferSizes, *,
-        recurrent: bool, heads: MtpHeads | None = None,
+        recurrent: bool, heads: DraftHeads | None = None,
     ) -> None:  # fmt: skip
         super().__init__(llama, model)
         self._heads, self._sizes = heads, sizes
@@ -92,6 +92,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             compares_kv=True,
             interruptible=not recurrent,  # half a step is taken back from attention, never from a state
             drafts=heads.longest if heads is not None else 0,
+            draft_kind=heads.kind if heads is not None else "",
             kv_on_device=on_device,
             # Draft heads and rollback read what a step computed before it returns.
             asynchronous=on_device and heads is None and not self._n_rewind,
@@ -465,7 +466,10 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     def memory(self) -> MemoryReport:
         """What llama.cpp said it allocated for the context (and the draft heads'), and the weights' own bytes."""
-        return self._sizes.report(int(self._llama.llama_model_size(self._model)), self._projector_bytes)
+        weights = int(self._llama.llama_model_size(self._model))
+        if self._heads is not None:
+            weights += self._heads.weights_bytes
+        return self._sizes.report(weights, self._projector_bytes)
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
@@ -485,7 +489,11 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
         # What is stored with the heads' KV is of no use without them.
-        mark = fingerprint(path) + ("-mtp" if self._heads is not None else "")
+        mark = fingerprint(path)
+        if self._spec.drafter:
+            mark += f"-{fingerprint(Path(self._spec.drafter))[:12]}"
+        elif self._heads is not None:
+            mark += "-mtp"
         return model_info(
             self, self._llama, self._model, self._spec, fingerprint=mark, n_ctx=self._ledger.capacity,
             n_seq_max=len(self._idle), n_batch=n_batch, n_outputs=self._n_outputs,

@@ -133,12 +133,23 @@ def served_context(model: Any, spec: LoadSpec) -> int:
     return spec.n_ctx or min(int(start_native().llama_model_n_ctx_train(model)), _DEFAULT_CTX)
 
 
-def new_context(model: Any, spec: LoadSpec, *, n_seq_max: int, mtp: bool = False, at_node: Any = None) -> Any:
+def new_context(
+    model: Any,
+    spec: LoadSpec,
+    *,
+    n_seq_max: int,
+    mtp: bool = False,
+    at_node: Any = None,
+    beside: Any = None,
+    n_batch: int = 0,
+    draft_cells: int = 0,
+) -> Any:
     """The llama_context for `model`, or with `mtp` the one its draft heads run in; OutOfMemoryError or LoadError with
-    the reason otherwise. `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
+    the reason otherwise. `beside`: the context of the model that `model` drafts for, with steps of `n_batch` tokens and
+    `draft_cells` more to draft in. `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
     llama = start_native()
     params = llama.llama_context_default_params()
-    n_batch = spec.n_batch or (_GPU_BATCH if has_gpu() and spec.n_gpu_layers != 0 else _CPU_BATCH)
+    n_batch = n_batch or spec.n_batch or (_GPU_BATCH if has_gpu() and spec.n_gpu_layers != 0 else _CPU_BATCH)
     threads = spec.n_threads or usable_cores()
     params.n_ctx = served_context(model, spec)
     params.n_batch = n_batch
@@ -151,9 +162,12 @@ def new_context(model: Any, spec: LoadSpec, *, n_seq_max: int, mtp: bool = False
     if mtp:
         heads = max(1, int(llama.llama_model_n_layer_nextn(model)))
         params.ctx_type = llama.LLAMA_CONTEXT_TYPE_MTP
-        # Beside what the model holds, room for what is being drafted, and for what a fork has to read for itself.
-        params.n_ctx += _DRAFT_CELLS * n_seq_max
         params.n_outputs_max = min(n_batch, n_seq_max * heads)
+    if beside is not None:
+        params.ctx_other, params.n_outputs_max = beside, n_batch
+    if mtp or beside is not None:
+        # Beside what the model holds, room for what is being drafted, and for what a fork has to read for itself.
+        params.n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
         params.n_rs_seq = 0
     params.n_threads = threads
     params.n_threads_batch = spec.n_threads_batch or threads

@@ -57,7 +57,13 @@ class KvTypeComparison(KvComparison):
         self._batch = Batch(llama, PIECE_TOKENS)
         self._n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
         self._spec = replace(
-            spec, n_ctx=len(self._tokens), n_batch=PIECE_TOKENS, n_outputs=PIECE_TOKENS, n_rewind=0, mtp=False
+            spec,
+            n_ctx=len(self._tokens),
+            n_batch=PIECE_TOKENS,
+            n_outputs=PIECE_TOKENS,
+            n_rewind=0,
+            mtp=False,
+            drafter="",
         )
         # The next piece as f16 has it, and the pair that reads it next.
         self._rows: Rows | None = None

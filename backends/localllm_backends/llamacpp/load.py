@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec
-from localllm_backends.llamacpp import kv_probe, mtp, rpc, vision
+from localllm_backends.llamacpp import companion, kv_probe, mtp, rpc, vision
 from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context
 from localllm_backends.llamacpp.devices import check_kv
+from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.native import GGML_TYPES, log, start_native
 from localllm_backends.llamacpp.weights import check_file, load_model
 
@@ -23,7 +24,8 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     llama = start_native()
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
-    if spec.mtp and spec.projector:
+    drafts = spec.mtp or bool(spec.drafter)
+    if drafts and spec.projector:
         raise LoadError(
             "draft heads and images don't go together yet: load it with `--draft off`, or with `--images off`",
             "choose one of the two",
@@ -39,17 +41,21 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     # A spare sequence receives imported segments. It has a window and a recurrent state like every other. A model that is
     # nothing but state has no segments, and draft heads keep the state from being had apart.
     alone = recurrent and not llama.llama_model_is_hybrid(model)
-    spare = 0 if alone or ((windowed or recurrent) and spec.mtp) else 1
+    spare = 0 if alone or ((windowed or recurrent) and drafts) else 1
     context = projector = None
     try:
         spec, note = kv_probe.settle(model, spec)
         check_kv(llama, model, spec, served_context(model, spec))
         context = new_context(model, spec, n_seq_max=spec.n_seq_max + spare)
-        sizes, heads = weights.plus(log.buffer_sizes()), None
+        sizes = weights.plus(log.buffer_sizes())
+        heads: DraftHeads | None = None
         if spec.mtp:
             second = new_context(model, spec, n_seq_max=spec.n_seq_max + spare, mtp=True)
             sizes = sizes.plus(log.buffer_sizes())
             heads = mtp.MtpHeads(llama, model, context, second)
+        elif spec.drafter:
+            heads, more = companion.open_drafter(llama, model, context, spec, spec.n_seq_max + spare)
+            sizes = sizes.plus(more).plus(log.buffer_sizes())
         if spec.projector:
             projector = vision.open_projector(llama, model, spec)
     except Exception:

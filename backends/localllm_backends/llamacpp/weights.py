@@ -57,9 +57,11 @@ def check_file(path: Path) -> None:
         raise LoadError(f"{path.name!r} is not a GGUF file (it does not begin with the letters GGUF)")
 
 
-def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] | None) -> tuple[Any, BufferSizes]:
+def load_model(
+    path: Path, spec: LoadSpec, on_progress: Callable[[float], None] | None, *, drafter: bool = False
+) -> tuple[Any, BufferSizes]:
     """The llama_model pointer for `path` and the buffers its weights are in; LoadError with llama.cpp's own reason
-    otherwise."""
+    otherwise. A `drafter` makes no text by itself."""
     llama = start_native()
     check_file(path)
 
@@ -69,7 +71,7 @@ def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] 
         return True
 
     with context.model_params(llama, spec) as params:
-        params.load_mtp = spec.mtp
+        params.load_mtp = spec.mtp and not drafter
         callback = llama.llama_progress_callback(report)
         params.progress_callback = callback
         log.mark()
@@ -79,7 +81,7 @@ def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] 
         if "unable to allocate" in why or "failed to allocate" in why:
             raise OutOfMemoryError(f"not enough memory for the weights of {path.name!r}: {why}")
         raise LoadError(f"llama.cpp can't load {path.name!r}: {why}", what_to_do(why))
-    if not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model):
+    if not drafter and (not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model)):
         llama.llama_model_free(model)
         said = f"{path.name!r} is not a text-generating (decoder-only) model"
         raise LoadError(

@@ -1,0 +1,351 @@
+"""Drafters trained for one model and published as a file beside it, on llama.cpp: EAGLE-3, DFlash, DSpark.
+
+They read what the model's layers made of each token (its features, taken during the model's own step) and share its
+vocabulary, and where their file has none, its embeddings and output matrix.
+Order of operations after llama.cpp's own drivers: common/speculative.cpp, common_speculative_impl_draft_eagle3 and
+common_speculative_impl_draft_dflash. There a row is read at its own place and here at that of the token behind it, as heads
+of a model's own have it: rotary attention sees distances only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from localllm_backends.contract import LoadError, LoadSpec, SequenceId
+from localllm_backends.llamacpp.context import new_context
+from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
+from localllm_backends.llamacpp.heads import (
+    LEAST_PROBABILITY,
+    DraftHeads,
+    RowBatch,
+    Rows,
+    best,
+    floats,
+    staging_functions,
+)
+from localllm_backends.llamacpp.mtp import MtpHeads
+from localllm_backends.llamacpp.native import BufferSizes
+from localllm_backends.llamacpp.weights import check_file, load_model
+
+KINDS = ("eagle3", "dflash")
+# Architectures whose layers' inputs llama.cpp hands out (src/models: t_layer_inp); for any other it aborts the process.
+_GIVE_FEATURES = frozenset({
+    "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan_vl", "lfm2", "llama", "mimo2", "minimax-01", "minimax-m2",
+    "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next",
+})  # fmt: skip
+# What their last layer made, which EAGLE-3 asks for as a hidden row (t_h_nextn) and DFlash as one more layer's input.
+_GIVE_LAST = {
+    "eagle3": frozenset(
+        {
+            "bailingmoe3",
+            "gemma4",
+            "gpt-oss",
+            "mimo2",
+            "nemotron_h",
+            "nemotron_h_moe",
+            "qwen35",
+            "qwen35moe",
+            "qwen3next",
+        }
+    ),
+    "dflash": frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"}),
+}
+_LONGEST_BLOCK = 64
+# What llama.cpp reads with at once: every row costs room for its logits, asked for or not.
+_BATCH = 128
+_MROPE = 8  # llama.h: enum llama_rope_type
+
+
+class Eagle3Heads(MtpHeads):
+    """One layer that guesses on from its own hidden row, and first from the features of three of the model's layers, fused
+    by an encoder. Its vocabulary may be a part of the model's: llama.cpp maps it back (d2t)."""
+
+    kind = "eagle3"
+    first = 1
+
+    def __init__(self, llama: Any, drafter: Any, target: Any, context: Any, layers: Seq[int]) -> None:
+        self._features = _Features(llama, target, layers, last_as_row=True)
+        super().__init__(llama, drafter, target, context)
+        self._drafter = drafter
+        self._width = self._features.width
+        self._encoder = RowBatch(llama, self._n_batch, self._width, tokens=False)
+
+    def _follow(self) -> None:
+        self._features.ask(self._functions)
+
+    def _rows_of_step(self, n: int) -> Rows:
+        return self._features.rows(n)
+
+    def _inputs(self, rows: Seq[Rows]) -> Seq[Rows]:
+        fused: list[Rows] = []
+        for begin in range(0, len(rows), self._n_batch):
+            self._encoder.clear()
+            # An encoder has no places, but llama.cpp wants them to follow what the sequence holds.
+            at = int(self._llama.llama_memory_seq_pos_max(self._memory, 0)) + 1
+            for i, row in enumerate(rows[begin : begin + self._n_batch], start=at):
+                self._encoder.add_row(0, i, 0, row, output=True)
+            if int(self._llama.llama_encode(self._context, self._encoder.native)):
+                return [np.zeros(self._n_hidden, dtype=np.float32)] * len(rows)
+            fused.extend(self._view(self._context, int(self._encoder.native.n_tokens)).copy())
+        return fused
+
+    @property
+    def weights_bytes(self) -> int:
+        return int(self._llama.llama_model_size(self._drafter))
+
+    def free(self) -> None:
+        super().free()
+        self._llama.llama_model_free(self._drafter)
+
+
+class DflashHeads(DraftHeads):
+    """A few layers that fill in a block of masked tokens in one pass, with the features of what the model has read as their
+    KV. DSpark's Markov head is part of that pass; its confidences say where to stop. DFlash2 gives a few candidates for
+    each place, with scores of what follows what (its selector)."""
+
+    kind = "dflash"
+    first = 1
+
+    def __init__(
+        self, llama: Any, drafter: Any, target: Any, context: Any, layers: Seq[int], block: _BlockLayout
+    ) -> None:
+        self._features = _Features(llama, target, layers, last_as_row=False)
+        super().__init__(llama, target, context, self._features.width)
+        self._drafter, self._block = drafter, block
+        self._n_hidden = int(llama.llama_model_n_embd_out(drafter))
+        self._features.ask(self._functions)
+        dimensions = 4 if int(llama.llama_model_rope_type(drafter)) == _MROPE else 1
+        self._inject = RowBatch(llama, self._n_batch, self._width, tokens=False, dimensions=dimensions)
+        self._masked = _token_batch(llama, self._n_batch)
+        # The lattice of a selector is no row of an output.
+        self._functions["set_rows"](context, True, not block.selector_top_k)
+        llama.llama_set_causal_attn(context, block.causal)
+
+    @property
+    def longest(self) -> int:
+        return self._block.most
+
+    def _rows_of_step(self, n: int) -> Rows:
+        return self._features.rows(n)
+
+    def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
+        self._inject.clear()
+        for sequence, i in places:
+            line = self._lines[sequence]
+            self._inject.add_row(0, line.read + i, sequence, line.rows[i], output=False)
+        self._inject.spread()
+        return int(self._llama.llama_decode(self._context, self._inject.native)) == 0
+
+    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+        """Always whole blocks, of the length that they were trained with: masks see each other."""
+        drafts: list[list[int]] = []
+        self.catch_up([sequence for sequence, _, _ in wanted])
+        at_once = self._n_batch // self._block.rows
+        for begin in range(0, len(wanted), at_once):
+            drafts += self._blocks(wanted[begin : begin + at_once])
+        self.forget_drafts([sequence for sequence, _, _ in wanted])
+        return drafts
+
+    def _blocks(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+        block = self._block
+        self._masked.clear()
+        for sequence, newest, _ in wanted:
+            at = self._lines[sequence].read
+            tokens = [newest, *[block.mask] * (block.rows - 1)]
+            self._masked.add(sequence, at + 1, tokens, 0 if block.selector_top_k else block.rows)
+        # The newest row of each, which has no token behind it yet that the model has read.
+        done = self._read([(sequence, 0) for sequence, _, _ in wanted])
+        if not done or int(self._llama.llama_decode(self._context, self._masked.native)):
+            return [[] for _ in wanted]
+        n = len(wanted) * block.rows
+        choose = self._chosen_by_selector if block.selector_top_k else self._chosen
+        return [choose(n, k * block.rows, most) for k, (_, _, most) in enumerate(wanted)]
+
+    def _hidden(self, n: int) -> Rows:
+        return floats(self._functions["rows"](self._context), n, self._n_hidden)
+
+    def _chosen(self, n: int, begin: int, most: int) -> list[int]:
+        logits = self._logits(n)
+        sure = self._hidden(n)[:, 0] if self._block.confidence else None
+        tokens: list[int] = []
+        for i in range(begin + self._block.anchor, begin + self._block.rows)[:most]:
+            token, probability = best(logits[i])
+            if (probability if sure is None else sure[i]) < LEAST_PROBABILITY:
+                break
+            tokens.append(token)
+        return tokens
+
+    def _chosen_by_selector(self, n: int, begin: int, most: int) -> list[int]:
+        k, before = self._block.selector_top_k, 0
+        tokens: list[int] = []
+        for row in self._hidden(n)[begin + 1 : begin + self._block.rows][:most]:
+            scores = row[k + before * k : k + (before + 1) * k].astype(np.float64)
+            before = int(scores.argmax())
+            if 1.0 / np.exp(scores - scores[before]).sum() < LEAST_PROBABILITY:
+                break
+            tokens.append(int(row[before]))
+        return tokens
+
+    @property
+    def weights_bytes(self) -> int:
+        return int(self._llama.llama_model_size(self._drafter))
+
+    def free(self) -> None:
+        super().free()
+        self._llama.llama_model_free(self._drafter)
+
+
+class _Features:
+    """What these layers of the model were given, at each token of its last step, side by side."""
+
+    def __init__(self, llama: Any, target: Any, layers: Seq[int], *, last_as_row: bool) -> None:
+        model = llama.llama_get_model(target)
+        self._target, self._layers = target, layers
+        self._n_embd = int(llama.llama_model_n_embd(model))
+        # EAGLE-3 has what the last layer made from where MTP has it.
+        self._last = int(llama.llama_model_n_layer(model)) if last_as_row else -1
+        self.width = self._n_embd * len(layers)
+        self._functions: dict[str, Any] = {}
+
+    def ask(self, functions: dict[str, Any]) -> None:
+        """Have the model keep them."""
+        self._functions = functions
+        for layer in self._layers:
+            if layer == self._last:
+                functions["set_rows"](self._target, True, False)
+            else:
+                functions["set_layer_rows"](self._target, layer, True)
+
+    def rows(self, n: int) -> Rows:
+        """[n, width], copied."""
+        given = [
+            self._functions["rows"](self._target)
+            if layer == self._last
+            else self._functions["layer_rows"](self._target, layer)
+            for layer in self._layers
+        ]
+        return np.concatenate([floats(address, n, self._n_embd) for address in given], axis=1)
+
+
+class _BlockLayout:
+    """How a block of DFlash's is laid out: `rows` tokens, the newest and masks behind it, guesses from row `anchor` on."""
+
+    def __init__(self, llama: Any, drafter: Any, functions: dict[str, Any], header: NativeHeader) -> None:
+        self.rows = header.number("dflash.block_size") or 16
+        self.mask = int(llama.llama_vocab_mask(llama.llama_model_get_vocab(drafter)))
+        self.causal = header.flag("dflash.attention.causal", otherwise=False)
+        markov = header.has_tensor("markov_w1.weight")
+        # DSpark's first guess is at the newest token's own place, unless it was trained otherwise.
+        self.anchor = 0 if markov and header.flag("dflash.sample_from_anchor", otherwise=True) else 1
+        self.confidence = markov and header.has_tensor("conf_proj.weight")
+        self.selector_top_k = int(functions["selector_top_k"](drafter))
+        self.most = self.rows - self.anchor
+
+
+def _token_batch(llama: Any, capacity: int) -> RowBatch:
+    batch = RowBatch(llama, capacity, 1)
+    batch.native.embd = None
+    return batch
+
+
+# --- opening one ---------------------------------------------------------------------------------------------------------
+
+
+def kind_of(path: Path) -> str:
+    """ "eagle3" or "dflash" of a drafter's file; "" of any other GGUF."""
+    check_file(path)
+    header = NativeHeader(path)
+    try:
+        architecture = header.text("general.architecture")
+    finally:
+        header.close()
+    return architecture if architecture in KINDS else ""
+
+
+def open_drafter(llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max: int) -> tuple[DraftHeads, BufferSizes]:
+    """The drafter in the file `spec.drafter`, following `target`, a context of `model`, and what its weights lie in. LoadError where it
+    is not one for this model, or can't run here."""
+    path = Path(spec.drafter)
+    check_file(path)
+    functions = staging_functions(llama)
+    if functions is None:
+        raise _refused(path, "this build of llama.cpp does not export what drafting from a model's features needs")
+    header, main = NativeHeader(path), NativeHeader(parts(Path(spec.path))[0])
+    drafter = None
+    try:
+        kind = _check_headers(path, header, main)
+        drafter, sizes = load_model(path, spec, None, drafter=True)
+        n_layers = int(functions["n_target_layers"](drafter))
+        layers = list(functions["target_layers"](drafter)[:n_layers])
+        _check_layers(llama, path, model, layers, kind, main.text("general.architecture"))
+        _check_vocabulary(llama, path, model, drafter)
+        block = _BlockLayout(llama, drafter, functions, header)
+        if kind == "dflash" and (not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0):
+            raise _refused(path, f"its block of {block.rows} tokens, or its mask token, can't be used")
+        rows = block.rows if kind == "dflash" else 0
+        context = new_context(
+            drafter, spec, n_seq_max=n_seq_max, beside=target, n_batch=max(_BATCH, n_seq_max), draft_cells=rows
+        )
+        if kind == "eagle3":
+            return Eagle3Heads(llama, drafter, target, context, layers), sizes
+        return DflashHeads(llama, drafter, target, context, layers, block), sizes
+    except Exception:
+        if drafter is not None:
+            llama.llama_model_free(drafter)
+        raise
+    finally:
+        header.close()
+        main.close()
+
+
+def _refused(path: Path, why: str, what_fits: str = "") -> LoadError:
+    hint = what_fits or "use the drafter published for this very model, or `--draft auto`"
+    return LoadError(f"{path.name!r} can't draft for this model: {why}", hint)
+
+
+def _check_headers(path: Path, header: NativeHeader, main: NativeHeader) -> str:
+    """The drafter's kind. LoadError where the headers alone say that it does not fit."""
+    kind, architecture = header.text("general.architecture"), main.text("general.architecture")
+    if kind not in KINDS:
+        raise _refused(path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}")
+    if architecture not in _GIVE_FEATURES:
+        raise _refused(path, f"llama.cpp does not give what the layers of {architecture!r} models make")
+    if header.number("dflash.hyper_connection.count"):
+        raise _refused(path, "DSpark drafters with DeepSeek-V4's own layers were never tried here")
+    width = main.number(f"{architecture}.embedding_length")
+    own = header.number(f"{kind}.embedding_length")
+    made_for = header.number("eagle3.target_hidden_size") if kind == "eagle3" else own
+    if made_for != width:
+        raise _refused(
+            path, f"it was trained for a model whose layers are {made_for:,} wide, and this one's are {width:,}"
+        )
+    if own != width and not (header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")):
+        raise _refused(path, f"it is {own:,} wide and would share the embeddings of a model that is {width:,} wide")
+    return kind
+
+
+def _check_layers(llama: Any, path: Path, model: Any, layers: Seq[int], kind: str, architecture: str) -> None:
+    n_layers = int(llama.llama_model_n_layer(model))
+    if not layers or min(layers) < 0 or max(layers) > n_layers:
+        raise _refused(
+            path, f"it reads the layers {', '.join(map(str, layers)) or 'none'}, and this model has {n_layers}"
+        )
+    if max(layers) == n_layers and architecture not in _GIVE_LAST[kind]:
+        raise _refused(
+            path, f"it reads behind the last layer, which llama.cpp does not give of {architecture!r} models"
+        )
+
+
+def _check_vocabulary(llama: Any, path: Path, model: Any, drafter: Any) -> None:
+    own, its = llama.llama_model_get_vocab(model), llama.llama_model_get_vocab(drafter)
+    n, m = int(llama.llama_vocab_n_tokens(own)), int(llama.llama_vocab_n_tokens(its))
+    if n != m:
+        raise _refused(path, f"its vocabulary has {m:,} tokens and the model's {n:,}")
+    text = llama.llama_vocab_get_text
+    for i in range(n):
+        if (a := text(own, i)) != (b := text(its, i)):
+            raise _refused(path, f"its token {i} is {b!r} and the model's {a!r}")

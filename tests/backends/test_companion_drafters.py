@@ -1,0 +1,372 @@
+"""Trained drafters beside a model: however a sequence came to be, they guess what they would had they read it at once.
+
+What they would guess is computed here apart from the product, as llama.cpp's own driver does: each row at its own place,
+one sweep over the whole history.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec
+from localllm_backends.llamacpp import backend_type, heads
+from localllm_backends.llamacpp.weights import load_model
+from models import tiny_drafters, tiny_gguf
+
+MOST = 4
+
+
+class Reference:
+    """A model and its drafter, run from scratch for every history."""
+
+    def __init__(self, model: Path, drafter: Path, block: int) -> None:
+        spec = LoadSpec(str(model))
+        self._model, self._drafter = load_model(model, spec, None)[0], load_model(drafter, spec, None, drafter=True)[0]
+        found = heads.staging_functions(llama_cpp)
+        assert found is not None
+        self._staging, self._block = found, block
+        n = found["n_target_layers"](self._drafter)
+        self._layers = found["target_layers"](self._drafter)[:n]
+
+    def _context(self, model: int, other: int | None = None) -> int:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 512, 256, 256, 1
+        params.n_threads = params.n_threads_batch = 1
+        params.ctx_other = other
+        context = llama_cpp.llama_init_from_model(model, params)
+        assert context
+        return context  # type: ignore[no-any-return]
+
+    def _array(self, address: int, n: int, width: int = tiny_drafters.E) -> np.ndarray:
+        return np.frombuffer((ctypes.c_float * (n * width)).from_address(address), np.float32).reshape(n, width).copy()
+
+    def _run(
+        self, context: int, entries: Sequence[tuple[int | None, int, np.ndarray | None]], *, encode: bool = False
+    ) -> None:
+        """One sweep over (token, position, row), all outputs."""
+        batch = llama_cpp.llama_batch_ext_init(context)
+        kept = []
+        for token, position, row in entries:
+            if row is not None:
+                kept.append(np.ascontiguousarray(row))
+                embd = llama_cpp.llama_embd(kept[-1].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, len(row))
+            if token is None:
+                at = llama_cpp.llama_batch_ext_add_embd(batch, 0, embd)
+            else:
+                at = llama_cpp.llama_batch_ext_add_token(batch, 0, token)
+                if row is not None:
+                    assert llama_cpp.llama_batch_ext_set_embd_token(batch, at, embd)
+            llama_cpp.llama_batch_ext_set_pos(batch, at, ctypes.byref(ctypes.c_int32(position)))
+            llama_cpp.llama_batch_ext_set_output_logits(batch, at, token is not None)
+        kind = llama_cpp.LLAMA_PROCESS_TYPE_ENCODE if encode else llama_cpp.LLAMA_PROCESS_TYPE_DECODE
+        assert llama_cpp.llama_process(context, kind, batch) == 0
+        llama_cpp.llama_batch_ext_free(batch)
+
+    def draft(self, history: list[int], most: int, unseen: tuple[int, ...] = ()) -> list[int]:
+        """The best guesses behind `history`, whose last token the model has not read. `unseen`: positions before which it is
+        not known what the model made of the token."""
+        target = self._context(self._model)
+        for layer in self._layers:
+            self._staging["set_layer_rows"](target, layer, True)
+        read = history[:-1]
+        self._run(target, [(token, i, None) for i, token in enumerate(read)])
+        layers = [self._array(self._staging["layer_rows"](target, layer), len(read)) for layer in self._layers]
+        rows = np.concatenate(layers, axis=1)
+        rows[[p - 1 for p in unseen]] = 0
+        context = self._context(self._drafter, target)
+        made = (
+            self._eagle3(context, history, rows, most)
+            if not self._block
+            else self._dflash(context, history, rows, most)
+        )
+        llama_cpp.llama_free(context)
+        llama_cpp.llama_free(target)
+        return made
+
+    def _eagle3(self, context: int, history: list[int], rows: np.ndarray, most: int) -> list[int]:
+        self._staging["set_rows"](context, True, True)
+        self._run(context, [(None, i, row) for i, row in enumerate(rows)], encode=True)
+        fused = self._array(self._staging["rows"](context), len(rows))
+        self._run(context, [(history[i + 1], i, row) for i, row in enumerate(fused)])
+        tokens: list[int] = []
+        at = len(fused) - 1
+        for position in range(len(fused), len(fused) + most):
+            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, at), shape=(tiny_gguf.VOCAB,))
+            tokens.append(int(logits.argmax()))
+            hidden = self._array(self._staging["rows"](context), at + 1)[at]
+            self._run(context, [(tokens[-1], position, hidden)])
+            at = 0
+        return tokens
+
+    def _dflash(self, context: int, history: list[int], rows: np.ndarray, most: int) -> list[int]:
+        llama_cpp.llama_set_causal_attn(context, False)
+        self._run(context, [(None, i, row) for i, row in enumerate(rows)])
+        masks = [tiny_gguf.VOCAB - 1] * (self._block - 1)
+        self._run(context, [(token, len(rows) + i, None) for i, token in enumerate([history[-1], *masks])])
+        vocab = (tiny_gguf.VOCAB,)
+        logits = [
+            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), shape=vocab) for i in range(self._block)
+        ]
+        return [int(row.argmax()) for row in logits][1:][:most]
+
+    def close(self) -> None:
+        llama_cpp.llama_model_free(self._drafter)
+        llama_cpp.llama_model_free(self._model)
+
+
+KINDS: dict[str, int] = {
+    "eagle3": 0,
+    "eagle3-d2t": 0,
+    "eagle3-shared": 0,
+    "dflash-4": 4,
+    "dflash-16": 16,
+    "dflash-window": 4,
+}
+
+
+def write(kind: str, path: Path) -> Path:
+    if kind.startswith("eagle3"):
+        return tiny_drafters.write_eagle3(
+            path, n_draft_vocab=100 * kind.endswith("d2t"), own=not kind.endswith("shared")
+        )
+    return tiny_drafters.write_dflash(path, block=KINDS[kind], window=32 * kind.endswith("window"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_drafters.write_target(tmp_path_factory.mktemp("model") / "m.gguf")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Reference]]:
+    drafter = write(request.param, tmp_path_factory.mktemp("drafter") / "d.gguf")
+    reference = Reference(model, drafter, KINDS[request.param])
+    yield drafter, reference
+    reference.close()
+
+
+def load(model: Path, drafter: Path | str, **more: object) -> Backend:
+    spec = {"n_ctx": 512, "n_seq_max": 4, "n_batch": 128, "n_threads": 1, "drafter": str(drafter), **more}
+    return backend_type.load(LoadSpec(str(model), **spec))  # type: ignore[arg-type]
+
+
+def words(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(3, 500) for _ in range(n)]
+
+
+class Lines:
+    """Sequences of a backend, and what each of them should hold."""
+
+    def __init__(self, backend: Backend, rng: random.Random) -> None:
+        self.backend, self.rng = backend, rng
+        self.held: dict[int, list[int]] = {}
+        self.unseen: dict[int, tuple[int, ...]] = {}
+
+    def open(self) -> None:
+        sequence = self.backend.new_sequence()
+        self.held[sequence], self.unseen[sequence] = [], ()
+        self.step([sequence])
+
+    def step(self, sequences: list[int]) -> None:
+        chunks = [Chunk(s, words(self.rng, self.rng.choice([1, 1, 2, 5, 37])), 0) for s in sequences]
+        self.backend.step(chunks)
+        for chunk in chunks:
+            self.held[chunk.sequence] += chunk.tokens
+
+    def verify(self) -> None:
+        """Draft, verify, keep some."""
+        newest = {s: self.rng.randrange(3, 500) for s in self.held}
+        drafts = dict(zip(newest, self.backend.draft([(s, t, MOST) for s, t in newest.items()]), strict=True))
+        self.backend.step([Chunk(s, [t, *drafts[s]], 1) for s, t in newest.items()])
+        for s, t in newest.items():
+            self.held[s] += [t, *drafts[s][: self.rng.randint(0, len(drafts[s]))]]
+            self.backend.truncate(s, len(self.held[s]))
+
+    def fork(self) -> None:
+        if len(self.held) < 4:
+            source = self.rng.choice(list(self.held))
+            copy = self.backend.fork(source, len(self.held[source]))
+            self.held[copy], self.unseen[copy] = list(self.held[source]), self.unseen[source]
+
+    def cut(self) -> None:
+        """Behind what the drafter has read: that costs the row before."""
+        sequence = self.rng.choice(list(self.held))
+        if len(self.held[sequence]) < 2:
+            return
+        at = self.rng.randint(1, len(self.held[sequence]) - 1)
+        self.backend.draft([(sequence, 3, 1)])
+        self.backend.truncate(sequence, at)
+        self.held[sequence] = self.held[sequence][:at]
+        self.unseen[sequence] = (*(p for p in self.unseen[sequence] if p < at), at)
+
+    def travel(self) -> None:
+        """Out as two blocks and in again as another sequence."""
+        if len(self.held) >= 4:
+            return
+        source = self.rng.choice(list(self.held))
+        line, copy = self.held[source], self.backend.new_sequence()
+        for start, stop in ((0, len(line) // 2), (len(line) // 2, len(line))):
+            if start < stop:
+                self.backend.import_range(copy, self.backend.export_range(source, start, stop), start, stop)
+        self.held[copy], self.unseen[copy] = list(line), (*self.unseen[source], len(line))
+
+    def drop(self) -> None:
+        if len(self.held) > 1:
+            sequence = self.rng.choice(list(self.held))
+            self.backend.drop(sequence)
+            del self.held[sequence]
+
+
+def failing(decode: Callable[[int, object], int], n_layers: int) -> Callable[[int, object], int]:
+    """llama_decode that fails but for models of so many layers."""
+    return lambda context, batch: (
+        decode(context, batch) if llama_cpp.llama_model_n_layer(llama_cpp.llama_get_model(context)) == n_layers else 1
+    )
+
+
+def agrees(guessed: list[int], expected: list[int]) -> bool:
+    """They may stop where they are unsure."""
+    return guessed == expected[: len(guessed)]
+
+
+def test_after_any_history_they_guess_as_from_scratch(model: Path, pair: tuple[Path, Reference]) -> None:
+    drafter, reference = pair
+    rng = random.Random(5)
+    backend = load(model, drafter)
+    right = asked = lengths = 0
+    for _ in range(2):
+        lines = Lines(backend, rng)
+        lines.open()
+        for _ in range(14):
+            able = [lines.verify, lines.verify, lines.fork, lines.cut, lines.travel, lines.drop]
+            rng.choice([*able, lambda lines=lines: lines.step(list(lines.held))])()  # type: ignore[misc]
+            sequence, line = rng.choice(list(lines.held.items()))
+            newest = rng.randrange(3, 500)
+            (guessed,) = backend.draft([(sequence, newest, MOST)])
+            right += agrees(guessed, reference.draft([*line, newest], MOST, lines.unseen[sequence]))
+            lengths += len(guessed)
+            asked += 1
+            assert backend.length(sequence) == len(line)
+        for sequence in lines.held:
+            backend.drop(sequence)
+    backend.close()
+    assert right >= asked - 2, "near-ties"
+    assert lengths > asked
+
+
+def test_several_in_lockstep_guess_as_each_alone(model: Path, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    for drafter in (
+        tiny_drafters.write_eagle3(tmp_path / "e.gguf"),
+        tiny_drafters.write_dflash(tmp_path / "d.gguf", block=16),
+        tiny_drafters.write_dflash(tmp_path / "s.gguf", block=4, markov=True),
+    ):
+        backend = load(model, drafter)
+        lines = [words(rng, n) for n in (3, 40, 17, 90)]
+        alone = []
+        for line in lines:
+            sequence = backend.new_sequence()
+            backend.step([Chunk(sequence, line, 0)])
+            alone += backend.draft([(sequence, 9, 16)])
+            backend.drop(sequence)
+        together = [backend.new_sequence() for _ in lines]
+        for sequence, line in zip(together, lines, strict=True):
+            backend.step([Chunk(sequence, line, 0)])
+        assert backend.draft([(s, 9, 16) for s in together]) == alone
+        assert sum(map(len, alone)) >= 8
+        assert all(len(d) <= backend.capabilities.drafts for d in alone)
+        assert backend.draft([(s, 9, 1) for s in together]) == [d[:1] for d in alone]
+        backend.close()
+
+
+def test_a_block_is_no_longer_than_it_was_trained(model: Path, tmp_path: Path) -> None:
+    for block, markov, longest in ((4, False, 3), (16, False, 15), (4, True, 4)):
+        backend = load(model, tiny_drafters.write_dflash(tmp_path / "d.gguf", block=block, markov=markov))
+        assert (backend.capabilities.drafts, backend.capabilities.draft_kind) == (longest, "dflash")
+        sequence = backend.new_sequence()
+        backend.step([Chunk(sequence, words(random.Random(1), 30), 0)])
+        assert len(backend.draft([(sequence, 9, 60)])[0]) <= longest
+        backend.close()
+
+
+def test_the_confidence_of_dspark_ends_a_draft(model: Path, tmp_path: Path) -> None:
+    lengths = []
+    for confidence in (False, True):
+        path = tiny_drafters.write_dflash(tmp_path / "d.gguf", block=8, markov=True, confidence=confidence)
+        backend, rng = load(model, path), random.Random(1)
+        sequence = backend.new_sequence()
+        backend.step([Chunk(sequence, words(rng, 30), 0)])
+        lengths.append(sum(len(backend.draft([(sequence, t, 8)])[0]) for t in words(rng, 30)))
+        backend.close()
+    assert 0 < lengths[1] != lengths[0] > 0
+
+
+def test_it_is_counted_and_told_apart(model: Path, tmp_path: Path) -> None:
+    drafter = tiny_drafters.write_eagle3(tmp_path / "e.gguf")
+    other = tiny_drafters.write_eagle3(tmp_path / "e2.gguf", seed=2)
+    plain = backend_type.load(LoadSpec(str(model), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1))
+    on, second = load(model, drafter), load(model, other)
+    assert on.memory().weights_bytes > plain.memory().weights_bytes + 0.9 * drafter.stat().st_size * 0.9
+    assert on.memory().kv_bytes > plain.memory().kv_bytes
+    assert len({b.info.fingerprint for b in (plain, on, second)}) == 3
+    for b in (plain, on, second):
+        b.close()
+
+
+def test_what_does_not_fit_is_refused_with_the_reason(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(drafter: Path, reason: str, target: Path = model) -> None:
+        with pytest.raises(LoadError, match=reason):
+            load(target, drafter)
+
+    eagle3, dflash = tiny_drafters.write_eagle3, tiny_drafters.write_dflash
+    good = eagle3(tmp_path / "good.gguf")
+    refused(tmp_path / "absent.gguf", "no file")
+    refused(model, "it is a llama model and no drafter")
+    refused(eagle3(tmp_path / "a.gguf", width=96), "layers are 96 wide, and this one's are 64")
+    refused(eagle3(tmp_path / "b.gguf", layers=(0, 1, 7)), "reads the layers 0, 1, 7, and this model has 3")
+    refused(eagle3(tmp_path / "c.gguf", layers=(0, 1, 3)), "behind the last layer")
+    refused(eagle3(tmp_path / "d.gguf", without="blk.0.attn_norm_2"), "can't load")
+    refused(dflash(tmp_path / "e.gguf", block=1), "block of 1")
+    refused(dflash(tmp_path / "f.gguf", layers=(0, 9)), "reads the layers 0, 9")
+    refused(good, "'gemma3' models", tiny_gguf.write_sliding(tmp_path / "sliding.gguf"))
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(good.read_bytes()[: good.stat().st_size // 2])
+    refused(cut, "can't (load|be read)")
+    foreign = good.read_bytes().replace("▁w300".encode(), "▁x300".encode())
+    (tmp_path / "foreign.gguf").write_bytes(foreign)
+    refused(tmp_path / "foreign.gguf", "its token 300 is")
+    monkeypatch.setitem(heads.SYMBOLS, "layer_rows", ("?llama_get_embeddings_layer_inp@@YA", None, []))
+    refused(good, "does not export")
+
+
+def test_one_that_loses_its_place_harms_nobody(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for drafter in (tiny_drafters.write_eagle3(tmp_path / "e.gguf"), tiny_drafters.write_dflash(tmp_path / "d.gguf")):
+        backend, rng = load(model, drafter), random.Random(5)
+        plain = backend_type.load(LoadSpec(str(model), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1))
+        sequence, line, more = backend.new_sequence(), words(rng, 40), words(rng, 50)
+        with monkeypatch.context() as patch:
+            # Every one of its sweeps fails.
+            patch.setattr(llama_cpp, "llama_decode", failing(llama_cpp.llama_decode, 3))
+            backend.step([Chunk(sequence, line)])
+            assert backend.draft([(sequence, 5, MOST)]) == [[]]
+        got = backend.step([Chunk(sequence, more, 3)]).logits(0).copy()
+        check = plain.new_sequence()
+        plain.step([Chunk(check, line)])
+        expected = plain.step([Chunk(check, more, 3)]).logits(0)
+        np.testing.assert_allclose(got, expected, atol=0.02 * float(expected.std()))
+        assert any(backend.draft([(sequence, t, MOST)])[0] for t in range(5, 25)), "what was read since is enough"
+        for b in (backend, plain):
+            with pytest.raises(BackendFailure):
+                b.import_range(sequence, b"nothing", 0, 1)
+            b.close()

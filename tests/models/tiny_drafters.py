@@ -1,0 +1,111 @@
+"""Writes tiny drafters (EAGLE-3 heads, DFlash and DSpark blocks), and a tiny model that they can be right about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from models.tiny_gguf import VOCAB, _attention, _ffn, _random, common, finish, vocabulary
+
+E, D, FF, HEADS, KV = 64, 32, 128, 4, 2
+
+
+def _tables(likeness: float) -> tuple[np.ndarray, np.ndarray]:
+    """(embeddings, output matrix) of the model."""
+    rng = np.random.default_rng(99)
+    return _random(rng, VOCAB, E) * (8 + 80 * likeness), _random(rng, VOCAB, E) * 16
+
+
+def write_target(path: Path, *, layers: int = 3, likeness: float = 0.35, seed: int = 0) -> Path:
+    """Plain attention. `likeness`: towards 1 it leans on its newest token alone."""
+    rng = np.random.default_rng(seed)
+    w = gguf.GGUFWriter(str(path), "llama")
+    common(w, layers=layers, e=E, ff=FF, heads=HEADS, kv=KV, d=D, n_ctx=4096)
+    vocabulary(w)
+    embeddings, output = _tables(likeness)
+    w.add_tensor("token_embd.weight", embeddings)
+    for i in range(layers):
+        _attention(w, rng, i, E, HEADS, KV, D)
+        _ffn(w, rng, i, E, FF)
+    w.add_tensor("output_norm.weight", np.ones(E, dtype=np.float32))
+    w.add_tensor("output.weight", output)
+    return finish(w, path)
+
+
+def write_eagle3(
+    path: Path, *, layers: tuple[int, ...] = (0, 1, 2), n_draft_vocab: int = 0, width: int = E, own: bool = True,
+    knowing: bool = False, without: str = "", seed: int = 11,
+) -> Path:  # fmt: skip
+    """One layer behind the features of three. `n_draft_vocab`: it knows so many tokens only (d2t); `width` of the model it is
+    for; `own` embeddings and output, else the model's. `knowing`: its attention sees the newest token alone and passes it on, as
+    `write_target` leans on it; else every weight is random. `without`: tensors left out."""
+    rng = np.random.default_rng(seed)
+    w = gguf.GGUFWriter(str(path), "eagle3")
+    common(w, layers=1, e=E, ff=FF, heads=HEADS, kv=KV, d=D, n_ctx=4096)
+    w.add_array("eagle3.target_layers", list(layers))
+    w.add_uint32("eagle3.target_hidden_size", width)
+    w.add_bool("eagle3.norm_before_residual", knowing)
+    vocabulary(w)
+    n = n_draft_vocab or VOCAB
+    if own:
+        w.add_tensor("token_embd.weight", _random(rng, VOCAB, E) * 8)
+        w.add_tensor("output.weight", _random(rng, n, E) * 16)
+    if n_draft_vocab:
+        w.add_tensor("d2t", np.sort(rng.choice(np.arange(3, VOCAB), n, replace=False)).astype(np.int64))
+    w.add_tensor("fc.weight", _random(rng, E, len(layers) * width))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.attn_norm_2"):
+        if name != without:
+            w.add_tensor(f"{name}.weight", np.ones(E, dtype=np.float32))
+    q, k, v = (_random(rng, rows, 2 * E) for rows in (HEADS * D, KV * D, KV * D))
+    out = _random(rng, E, HEADS * D)
+    if knowing:
+        eye = np.eye(E, 2 * E, dtype=np.float32)
+        k, v, q = 4 * eye, eye, 4 * np.concatenate([eye[:D], eye[:D], eye[D:], eye[D:]])
+        out = np.zeros((E, HEADS * D), dtype=np.float32)
+        for head in range(HEADS):
+            out[(head // 2) * D : (head // 2 + 1) * D, head * D : (head + 1) * D] = 4 * np.eye(D)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("output", out)):
+        w.add_tensor(f"blk.0.attn_{name}.weight", tensor)
+    _ffn(w, rng, 0, E, FF)
+    return finish(w, path)
+
+
+def write_dflash(
+    path: Path, *, block: int = 4, layers: tuple[int, ...] = (0, 1), markov: bool = False, confidence: bool = False,
+    window: int = 0, knowing: float | None = None, own: bool = True, seed: int = 12,
+) -> Path:  # fmt: skip
+    """Two layers that fill in blocks. `markov`, `confidence`: DSpark's heads; `window`: a sliding one in its first layer.
+    `knowing`: a likeness of `write_target`, whose newest token the Markov head knows the next one of."""
+    rng = np.random.default_rng(seed)
+    w = gguf.GGUFWriter(str(path), "dflash")
+    common(w, layers=2, e=E, ff=FF, heads=HEADS, kv=KV, d=D, n_ctx=4096)
+    w.add_array("dflash.target_layers", list(layers))
+    w.add_uint32("dflash.block_size", block)
+    if window:
+        w.add_sliding_window(window)
+        w.add_array("dflash.attention.sliding_window_pattern", [True, False])
+    vocabulary(w)
+    w.add_mask_token_id(VOCAB - 1)
+    if own:
+        w.add_tensor("token_embd.weight", _random(rng, VOCAB, E) * 8)
+        w.add_tensor("output.weight", _random(rng, VOCAB, E) * 16)
+    w.add_tensor("fc.weight", _random(rng, E, len(layers) * E))
+    w.add_tensor("enc.output_norm.weight", np.ones(E, dtype=np.float32))
+    w.add_tensor("output_norm.weight", np.full(E, 1 if knowing is None else 0.01, dtype=np.float32))
+    for i in range(2):
+        _attention(w, rng, i, E, HEADS, KV, D)
+        w.add_tensor(f"blk.{i}.attn_q_norm.weight", np.ones(D, dtype=np.float32))
+        w.add_tensor(f"blk.{i}.attn_k_norm.weight", np.ones(D, dtype=np.float32))
+        _ffn(w, rng, i, E, FF)
+    if markov:
+        before, after = _random(rng, VOCAB, 16), _random(rng, VOCAB, 16) * 8
+        if knowing is not None:
+            embeddings, after = _tables(knowing)
+            before = embeddings / np.sqrt((embeddings**2).mean(axis=1, keepdims=True))
+        w.add_tensor("markov_w1.weight", before)
+        w.add_tensor("markov_w2.weight", after)
+        if confidence:
+            w.add_tensor("conf_proj.weight", _random(rng, 1, E + before.shape[1]) * 4)
+    return finish(w, path)
