@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.drive import GREEDY, Outcome, run
@@ -57,8 +58,27 @@ def test_answers_are_those_from_whole_rows(backend: LlamaCppBackend) -> None:
         assert _answers[0].tokens == _answers[1].tokens
 
 
+def test_a_draw_over_all_tokens_is_decided_by_few_and_their_total(backend: LlamaCppBackend) -> None:
+    """Alone too; where it falls beyond them the row is read, and is the one that was computed."""
+    text = backend.tokenize("The weather in the mountains was")
+    whole = backend.step([Chunk(backend.new_sequence(), text)]).logits(0)[0].astype(float)
+    backend.sort_where_computed()
+    sequence = backend.new_sequence()
+    weights = np.exp(whole - whole.max())
+    order = np.argsort(-whole, kind="stable")
+    for uniform in (0.0, 0.3, 0.7, 0.9999):
+        backend.truncate(sequence, 0)
+        result = backend.step([Chunk(sequence, text, sample=SampleSpec(1.0, 0, 1.0, 0.0, uniform), few=True)])
+        at = int(np.searchsorted(np.cumsum(weights[order]), uniform * weights.sum()))
+        assert result.sampled(0) == (int(order[at]) if at < 255 else None)
+        assert (at >= 255) == (uniform > 0.99)
+        assert (result.logits(0)[0] == whole.astype(np.float32)).all()
+    nucleus = [Chunk(sequence, [5], sample=SampleSpec(0.5, 0, 0.9, 0.0, u), few=True) for u in (0.2, 0.999)]
+    assert all(backend.step([chunk]).sampled(0) is not None for chunk in nucleus)
+
+
 def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend) -> None:
-    """What the few don't decide is computed again, whoever else is in the step; lengths stay what they were."""
+    """What the few don't decide is read, whoever else is in the step; lengths stay what they were."""
     if not backend.capabilities.samples:
         backend.sort_where_computed()
     text = backend.tokenize("The weather in the mountains was")

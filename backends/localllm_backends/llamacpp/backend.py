@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from localllm_backends.candidates import Rows
 from localllm_backends.contract import (
     Backend,
     BackendFailure,
@@ -264,17 +263,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             return LlamaCppStepResult(lambda: np.empty((0, self._n_vocab), dtype=np.float32), offsets)
         if not few:
             return LlamaCppStepResult(partial(self._logits.rows, n), offsets)
-        ends = {c.sequence: self._positions.last(c.sequence, self._ledger.length(c.sequence)) for c in chunks}
-        sorted_out = SortedOut(self._top, chunks, few, lambda c: self._compute_again(c, ends[c.sequence]))
-        return LlamaCppStepResult(partial(self._logits.rows, n), offsets, sorted_out)
-
-    def _compute_again(self, chunk: Chunk, position: int) -> Rows:
-        """The last row of a chunk whose few greatest logits did not do."""
-        self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, position, -1)
-        self._batch.alone(chunk.sequence, position, chunk.tokens[-1])
-        if self._interrupts.decode(self._batch.native, can_end=False):
-            raise StepError("llama_decode failed where a row was wanted whole")
-        return self._logits.rows(1)
+        return LlamaCppStepResult(partial(self._logits.rows, n), offsets, SortedOut(self._top, chunks, few))
 
     def _end(self, sequence: SequenceId) -> int:
         """The position of the next token of a sequence that ends in no unfinished image."""

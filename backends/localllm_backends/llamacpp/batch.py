@@ -39,11 +39,6 @@ class Batch:
     def clear(self) -> None:
         self.native.n_tokens = 0
 
-    def alone(self, sequence: int, position: int, token: int) -> None:
-        """Nothing but one token that wants logits."""
-        self.clear()
-        self.add(sequence, position, [token], 1)
-
     def add(self, sequence: int, start: int, tokens: Seq[int], outputs: int) -> None:
         """Append `tokens` at positions from `start`; the last `outputs` of them want logits."""
         i, n = self.native.n_tokens, len(tokens)
@@ -135,9 +130,6 @@ class LlamaCppStepResult(StepResult):
         start, stop = self._offsets[chunk]
         if self._sorted_out is None or chunk not in self._sorted_out.numbers:
             return self.rows[start:stop]
-        if len(self._sorted_out.numbers) < len(self._offsets) and "rows" not in self.__dict__:
-            # Computing one again writes over the others.
-            self.rows = self._read().copy()
         return self._sorted_out.row(chunk)
 
 

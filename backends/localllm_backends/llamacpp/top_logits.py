@@ -1,28 +1,86 @@
 """The greatest logits of each row, sorted out by the device that computed it: with several streams whole rows need not cross.
 
-llama.cpp's samplers on devices (llama.h: "backend sampling", experimental) are chains bound to a sequence; ours is a top-k of
-`KEPT`, the choice among those is made here (candidates.py), so that seeds and filters hold. To bind or unbind one has
-llama.cpp reserve its graphs anew, a few milliseconds: so a sequence whose rows were wanted whole lately is left as it is.
+llama.cpp's samplers on devices (llama.h: "backend sampling", experimental) are chains bound to a sequence; ours are a top-k of
+`KEPT` and, where draws hang on the weight of all tokens, one that says that. The choice is made here (candidates.py), so that seeds
+and filters hold; a row that the few don't decide is read from the device. To bind or unbind a chain has llama.cpp reserve its
+graphs anew, a few milliseconds: so a sequence whose rows were wanted whole lately is left as it is.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm_backends.candidates import Rows, TopRows, choose_few, may_decide, unlimited
+from localllm_backends.llamacpp.native import ggml_function
 from localllm_backends.values import Chunk, SequenceId
 
 KEPT = 256
-# With fewer streams reading whole rows costs less than what the device does for it; and once it is on it stays on for two.
+# With fewer streams reading whole rows costs less than what the device does for it; and once it is on it stays on for two. A draw
+# that weighs all tokens costs the host so much that one stream is enough.
 _FEWEST, _FEWEST_ON = 4, 2
 # Steps; so long after its rows were wanted whole a sequence has no sampler.
 _PATIENCE = 256
+
+
+class _Chain:
+    """What a device does with the rows of one sequence: it keeps each until the next step, `weighs` its tokens where that is asked for,
+    and sorts out the greatest."""
+
+    def __init__(self, llama: Any, *, weighs: bool) -> None:
+        self.weighs, self._llama = weighs, llama
+        # Tensors of the graph that was built last, which is the one that ran last.
+        self._row: int | None = None
+        self._shares: int | None = None
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._reshaped = ggml_function("ggml_reshape_2d", pointer, pointer, pointer, size, size)
+        self._rows_at = ggml_function("ggml_get_rows", pointer, pointer, pointer, pointer)
+        self._copied, self._softmax = (
+            ggml_function(name, pointer, pointer, pointer) for name in ("ggml_cont", "ggml_soft_max")
+        )
+        self._numbers = ggml_function("ggml_nelements", size, pointer)
+        self._output = ggml_function("ggml_set_output", None, pointer)
+        self.native = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        # As long as llama.cpp may call them.
+        self._interfaces = [self._interface(self._before), self._interface(self._behind)]
+        before, behind = (llama.llama_sampler_init(ctypes.byref(i), None) for i in self._interfaces)
+        for sampler in (before, llama.llama_sampler_init_top_k(KEPT), *([behind] if weighs else ())):
+            llama.llama_sampler_chain_add(self.native, sampler)
+
+    def _interface(self, applied: Any) -> Any:
+        """A llama_sampler_i that adds to a graph, of operations that every device has."""
+        llama = self._llama
+        return llama.llama_sampler_i(
+            apply=llama.llama_sampler_i_apply(lambda _sampler, _tokens: None),
+            backend_init=llama.llama_sampler_i_backend_init(lambda _sampler, _buffer_type, _outputs: True),
+            backend_apply=llama.llama_sampler_i_backend_apply(
+                lambda _sampler, context, _graph, data: applied(context, data.contents)
+            ),
+        )
+
+    def _before(self, context: int, data: Any) -> None:
+        n = self._numbers(data.logits)
+        self._row = data.logits = self._copied(context, self._reshaped(context, data.logits, n, 1))
+        # Nothing else is written where it lies.
+        self._output(self._row)
+        if self.weighs:
+            self._shares = self._reshaped(context, self._softmax(context, self._row), 1, n)
+
+    def _behind(self, context: int, data: Any) -> None:
+        data.probs = self._rows_at(context, self._shares, data.candidates)
+
+    def row(self, n_vocab: int) -> Rows:
+        """The row [1, n_vocab] of the last step, which is done."""
+        row: Rows = np.empty((1, n_vocab), dtype=np.float32)
+        size = ctypes.c_size_t
+        read = ggml_function("ggml_backend_tensor_get", None, ctypes.c_void_p, ctypes.c_void_p, size, size)
+        read(self._row, row.ctypes.data, 0, row.nbytes)
+        return row
 
 
 class TopLogits:
@@ -30,7 +88,7 @@ class TopLogits:
 
     def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
         self._llama, self._context, self._n_vocab = llama, context, n_vocab
-        self._chains: dict[SequenceId, Any] = {}
+        self._chains: dict[SequenceId, _Chain] = {}
         self._whole: dict[SequenceId, int] = {}
         self._steps = 0
         self.able = False
@@ -42,39 +100,39 @@ class TopLogits:
         self._steps += 1
         outputs = [(i, c) for i, c in enumerate(chunks) if c.outputs]
         for _, chunk in outputs:
-            whole = chunk.sample is not None and unlimited(chunk.sample)
-            if whole or not (chunk.few and may_decide(chunk.sample, KEPT)):
+            if not (chunk.few and may_decide(chunk.sample, KEPT)):
                 self._whole[chunk.sequence] = self._steps
-        fit = [(i, c.sequence) for i, c in outputs if self._calm(c.sequence)]
-        if not self.able or len(fit) < (_FEWEST_ON if self._chains else _FEWEST):
+        fit = [(i, c) for i, c in outputs if self._calm(c.sequence)]
+        weighs = {c.sequence for _, c in fit if c.sample is not None and unlimited(c.sample)}
+        if not self.able or not (weighs or len(fit) >= (_FEWEST_ON if self._chains else _FEWEST)):
             fit = []
-        wanted = {sequence for _, sequence in fit}
+        wanted = {c.sequence: c.sequence in weighs for _, c in fit}
+        leave = [s for s in self._chains if s not in wanted and (not fit or any(c.sequence == s for _, c in outputs))]
         for sequence in [
-            s for s in self._chains if s not in wanted and (not fit or any(c.sequence == s for _, c in outputs))
+            *leave,
+            *(s for s in wanted if wanted[s] and s in self._chains and not self._chains[s].weighs),
         ]:
             self.unbind(sequence)
-        for sequence in wanted - self._chains.keys():
-            self._bind(sequence)
-        return [i for i, sequence in fit if sequence in self._chains]
+        for sequence in wanted.keys() - self._chains.keys():
+            self._bind(sequence, weighs=wanted[sequence])
+        return [i for i, c in fit if c.sequence in self._chains]
 
     def _calm(self, sequence: SequenceId) -> bool:
         return self._steps - self._whole.get(sequence, -_PATIENCE) >= _PATIENCE
 
-    def _bind(self, sequence: SequenceId) -> None:
-        llama = self._llama
-        chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
-        llama.llama_sampler_chain_add(chain, llama.llama_sampler_init_top_k(KEPT))
-        if llama.llama_set_sampler(self._context, sequence, chain):
+    def _bind(self, sequence: SequenceId, *, weighs: bool) -> None:
+        chain = _Chain(self._llama, weighs=weighs)
+        if self._llama.llama_set_sampler(self._context, sequence, chain.native):
             self._chains[sequence] = chain
         else:
-            llama.llama_sampler_free(chain)
+            self._llama.llama_sampler_free(chain.native)
             self.able = False
 
     def unbind(self, sequence: SequenceId) -> None:
         """Its rows come whole again."""
         if (chain := self._chains.pop(sequence, None)) is not None:
             self._llama.llama_set_sampler(self._context, sequence, None)
-            self._llama.llama_sampler_free(chain)
+            self._llama.llama_sampler_free(chain.native)
 
     def read(self, chunks: Seq[Chunk], numbers: Seq[int]) -> list[int | None]:
         """The tokens behind the chunks with these numbers; waits for the device."""
@@ -85,14 +143,18 @@ class TopLogits:
             # This device leaves it to the host, and so do we from here on.
             self.able = False
             return [None] * len(chunks)
-        found = [
-            self._rows(read(context, int(ends[0])), kind, int(rows[0]), int(rows[-1]) + 1)[rows - rows[0], :KEPT]
-            for read, kind in (
-                (llama.llama_get_sampled_candidates_ith, ctypes.c_int32),
-                (llama.llama_get_sampled_logits_ith, ctypes.c_float),
-            )
-        ]
-        return choose_few(TopRows(*found), chunks, numbers)
+        weighed = np.array([self._chains[chunks[i].sequence].weighs for i in numbers])
+
+        def read(function: Any, kind: Any, which: NDArray[np.bool_]) -> Any:
+            at, mine = rows[which], ends[which]
+            return self._rows(function(context, int(mine[0])), kind, int(at[0]), int(at[-1]) + 1)[at - at[0], :KEPT]
+
+        every, totals = np.ones(len(numbers), dtype=np.bool_), np.zeros(len(numbers))
+        if weighed.any():
+            totals[weighed] = 1.0 / read(llama.llama_get_sampled_probs_ith, ctypes.c_float, weighed).max(axis=1)
+        ids = read(llama.llama_get_sampled_candidates_ith, ctypes.c_int32, every)
+        logits = read(llama.llama_get_sampled_logits_ith, ctypes.c_float, every)
+        return choose_few(TopRows(ids, logits, totals), chunks, numbers)
 
     def _rows(self, first: Any, kind: Any, start: int, stop: int) -> Any:
         """A view of rows [start, stop), `n_vocab` apart as llama.cpp keeps them, of which this is the first."""
@@ -101,10 +163,10 @@ class TopLogits:
         buffer = (kind * ((stop - start) * self._n_vocab)).from_address(address)
         return np.frombuffer(buffer, dtype=np.dtype(kind)).reshape(stop - start, self._n_vocab)
 
-    def wanted_whole(self, sequence: SequenceId) -> None:
-        """The few did not do."""
-        self._whole[sequence] = self._steps
-        self.unbind(sequence)
+    def row(self, sequence: SequenceId) -> Rows:
+        """The whole row [1, n_vocab] of the last step, which the few did not do for."""
+        self._llama.llama_synchronize(self._context)
+        return self._chains[sequence].row(self._n_vocab)
 
     def close(self) -> None:
         for sequence in [*self._chains]:
@@ -114,9 +176,8 @@ class TopLogits:
 class SortedOut:
     """The rows of one step that the device sorted out: of the chunks with these `numbers`."""
 
-    def __init__(self, top: TopLogits, chunks: Seq[Chunk], numbers: list[int], again: Callable[[Chunk], Rows]) -> None:
-        self._top, self._chunks, self.numbers, self._again = top, chunks, numbers, again
-        self._rows: dict[int, Rows] = {}
+    def __init__(self, top: TopLogits, chunks: Seq[Chunk], numbers: list[int]) -> None:
+        self._top, self._chunks, self.numbers = top, chunks, numbers
 
     @cached_property
     def _tokens(self) -> list[int | None]:
@@ -127,10 +188,5 @@ class SortedOut:
         return self._tokens[chunk]
 
     def row(self, chunk: int) -> Rows:
-        """Its row [1, n_vocab] all the same, which is computed again."""
-        if chunk not in self._rows:
-            # The others' few are read before.
-            _ = self._tokens
-            self._top.wanted_whole(self._chunks[chunk].sequence)
-            self._rows[chunk] = self._again(self._chunks[chunk]).copy()
-        return self._rows[chunk]
+        """Its row [1, n_vocab] all the same."""
+        return self._top.row(self._chunks[chunk].sequence)
