@@ -102,3 +102,9 @@ def of_name(name: str) -> Processor | None:
     text = re.sub(r"\((?:tm|r)\)|™|®|@.*", " ", name.lower())
     found = named(re.sub(r"[^a-z0-9]+", " ", text).split())
     return found[0] if found else None
+
+
+def channels(name: str) -> int:
+    """Memory channels of a socket of the processor that a system prints as `name`; 0 where the table does not have it."""
+    found = of_name(name)
+    return found.channels if found is not None else 0

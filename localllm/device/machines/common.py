@@ -26,6 +26,18 @@ class Card:
     compute_units: int = 0
 
 
+# Programs read 60 to 90 % of what memory modules are made for; less than half means that one of the two figures is wrong.
+_DISAGREE = 2.0
+
+
+def ram_disagrees(measured: Figure | None, told: Figure | None) -> list[Finding]:
+    """What there is to say where a measured bandwidth of system memory is far from what its modules are made for."""
+    if measured is None or told is None or 1 / _DISAGREE <= measured.value / told.value <= _DISAGREE:
+        return []
+    said = f"memory was measured at {measured.value:,.0f} GB/s, and {told.source} is {told.value:,.0f} GB/s: the measured one counts"
+    return [Finding("info", said, "localllm device --measure while nothing else runs")]
+
+
 def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
     """The NVIDIA GPUs that programs started here see, and what hides others."""
     gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from localllm.device import table, usable
-from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine
+from localllm.device import cpus, table, usable
+from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine, ram_disagrees
 from localllm.device.parsers import hexadecimal, integer, linux
 from localllm.device.parsers.gpus import AmdGpu, NvidiaGpu, amd_gpus, environment, marketing_name, visible, vulkaninfo
 from localllm.device.table import DeviceRow
@@ -78,6 +78,7 @@ def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
             Finding("info", "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead")
         )
     told = _ram_bandwidth(readings, cpu)
+    findings += ram_disagrees(ram_bandwidth, told)
     base = Device(
         name=cpu.name or f"Linux {readings.architecture}",
         kind="system",
@@ -95,7 +96,7 @@ def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
 
 def _ram_bandwidth(readings: Readings, cpu: linux.CpuInfo) -> Figure | None:
     """Without a measurement: the fitted sticks (udev), else the processor's row; None in most virtual machines."""
-    sticks = linux.udev_memory(readings.file("/run/udev/data/+dmi:id"))
+    sticks = linux.udev_memory(readings.file("/run/udev/data/+dmi:id"), cpus.channels(cpu.name))
     if sticks is not None:
         source = f"udev: {sticks.modules} module(s), {sticks.bus_bits} bit at {sticks.megatransfers_s} MT/s"
         return Figure(round(sticks.bandwidth_gbps, 1), "derived", source)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.device import table, usable
-from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine
+from localllm.device import cpus, table, usable
+from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine, ram_disagrees
 from localllm.device.parsers import integer, windows
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 
@@ -33,7 +33,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         os="Windows",
         cpu=cpu,
         n_cpu_cores=max(integer(readings.output("cores")) or 0, 0),
-        findings=_emulation(readings),
+        findings=(*_emulation(readings), *ram_disagrees(ram_bandwidth, told)),
     )
     cards: list[Card] = []
     gpus, hidden = nvidia_gpus(readings)
@@ -58,7 +58,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 
 
 def _ram_bandwidth(readings: Readings, cpu: str) -> Figure | None:
-    sticks = windows.physical_memory(readings.output("physical-memory"))
+    sticks = windows.physical_memory(readings.output("physical-memory"), cpus.channels(cpu))
     if sticks is not None:
         source = (
             f"Win32_PhysicalMemory: {sticks.modules} module(s), {sticks.bus_bits} bit at {sticks.megatransfers_s} MT/s"

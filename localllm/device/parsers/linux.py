@@ -1,4 +1,4 @@
-"""Linux's own files to facts: memory, processor, cgroup limits, RAM sticks from udev, WSL, board."""
+"""Linux's own files to facts: memory, processor, cgroup limits, memory modules from udev, WSL, board."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from localllm.device.parsers import integer, key_values
+from localllm.device.parsers.sticks import Ram, Stick, ram_of
 from localllm.device.types import Readings
 
 # cgroup v1 prints the largest page-aligned int64 when there is no limit.
@@ -157,56 +158,24 @@ def cgroup_paths(self_cgroup: str) -> list[str]:
     return [f"{folder}/{name}" for folder in _cgroup_folders(self_cgroup) for name in names]
 
 
-@dataclass(frozen=True, slots=True)
-class Ram:
-    """Installed memory as its firmware describes it: transfers per second, populated channels × bits."""
+def udev_memory(text: str, channels: int = 0) -> Ram | None:
+    """udev's copy of the SMBIOS memory records (/run/udev/data/+dmi:id, systemd ≥ 248); None if unusable. `channels`: as ram_of.
 
-    megatransfers_s: int
-    bus_bits: int
-    modules: int
-
-    @property
-    def bandwidth_gbps(self) -> float:
-        """MT/s × bits ÷ 8, decimal GB/s: the peak of the populated channels."""
-        return self.megatransfers_s * self.bus_bits / 8 / 1000
-
-
-def udev_memory(text: str) -> Ram | None:
-    """udev's copy of the SMBIOS memory records (/run/udev/data/+dmi:id, systemd ≥ 248); None if unusable.
-
-    DIMMs are counted by channel, not by stick: four sticks on a desktop are two channels. The configured speed counts,
-    not the rated one (https://github.com/systemd/systemd/pull/17837).
+    The configured speed counts, not the rated one (https://github.com/systemd/systemd/pull/17837).
     """
     devices: dict[int, dict[str, str]] = {}
     for index, key, value in re.findall(r"MEMORY_DEVICE_([0-9]{1,4})_([A-Z_0-9]+)=(.*)", text):
         devices.setdefault(int(index), {})[key] = value.strip()
-    channels: dict[str, int] = {}
-    speeds: list[int] = []
-    for index, fields in sorted(devices.items()):
-        if fields.get("PRESENT") == "0" or not integer(fields.get("SIZE")):
-            continue
-        speed = integer(fields.get("CONFIGURED_SPEED_MTS")) or integer(fields.get("SPEED_MTS"))
-        width = integer(fields.get("DATA_WIDTH"))
-        if not speed or not width or not 100 <= speed <= 20_000 or not 0 < width <= 512:
-            return None
-        speeds.append(speed)
-        channels[_channel(fields, index)] = width
-    if not speeds:
-        return None
-    # Two 32-bit halves of a DDR5 DIMM are one record of 64 bits; soldered LPDDR lists each 16/32-bit device apart.
-    return Ram(min(speeds), sum(channels.values()), len(speeds))
-
-
-def _channel(fields: dict[str, str], index: int) -> str:
-    places = f"{fields.get('BANK_LOCATOR', '')} {fields.get('LOCATOR', '')}".upper()
-    named = re.search(r"((?:P[0-9]|NODE ?[0-9])?[ _-]*CHANNEL[ _-]?[A-P0-9]+)", places)
-    if named:
-        width = f"/{index}" if (integer(fields.get("DATA_WIDTH")) or 64) < 64 else ""
-        return named.group(1) + width
-    dimm = re.search(r"(P[0-9])?[ _-]*DIMM[ _-]?([A-P])[ _-]?[0-9]?", places)
-    if dimm:
-        return f"{dimm.group(1) or ''}DIMM {dimm.group(2)}"
-    return f"device {index}"
+    sticks = [
+        Stick(
+            f"{fields.get('BANK_LOCATOR', '')} {fields.get('LOCATOR', '')}",
+            integer(fields.get("CONFIGURED_SPEED_MTS")) or integer(fields.get("SPEED_MTS")) or 0,
+            integer(fields.get("DATA_WIDTH")) or 0,
+        )
+        for _, fields in sorted(devices.items())
+        if fields.get("PRESENT") != "0" and integer(fields.get("SIZE"))
+    ]
+    return ram_of(sticks, channels)
 
 
 def is_wsl(readings: Readings) -> bool:

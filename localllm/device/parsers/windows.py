@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.device.parsers import integer, key_values
-from localllm.device.parsers.linux import Ram
+from localllm.device.parsers.sticks import Ram, Stick, ram_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +74,18 @@ def memory_status(text: str) -> tuple[int, int] | None:
     return total, min(max(available or 0, 0), total)
 
 
-def physical_memory(text: str) -> Ram | None:
-    """`Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`: one object per stick, or one alone.
-
-    Channels are told apart by BankLabel/DeviceLocator; sticks that name no channel count as one channel per stick, at
-    most two (a desktop or laptop), and the slowest configured speed counts.
-    """
+def physical_memory(text: str, channels: int = 0) -> Ram | None:
+    """`Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`: one object per stick, or one alone. `channels`: as
+    ram_of."""
     try:
         data: Any = json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
         return None
-    sticks = data if isinstance(data, list) else [data]
-    speeds: list[int] = []
-    channels: set[str] = set()
-    for index, stick in enumerate(sticks):
-        if not isinstance(stick, dict):
-            continue
-        speed = stick.get("ConfiguredClockSpeed") or stick.get("Speed")
-        if not isinstance(speed, int) or not 100 <= speed <= 20_000:
-            return None
-        speeds.append(speed)
-        place = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}".upper()
-        named = re.search(r"CHANNEL ?[-_]?([A-H0-9])", place)
-        channels.add(named.group(0) if named else f"stick {index % 2}")
-    return Ram(min(speeds), 64 * len(channels), len(speeds)) if speeds else None
+    sticks = []
+    for stick in data if isinstance(data, list) else [data]:
+        if isinstance(stick, dict):
+            speed = stick.get("ConfiguredClockSpeed") or stick.get("Speed")
+            bits = stick.get("DataWidth") or 64
+            place = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}"
+            sticks.append(Stick(place, speed if isinstance(speed, int) else 0, bits if isinstance(bits, int) else 0))
+    return ram_of(sticks, channels)

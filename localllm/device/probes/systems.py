@@ -154,7 +154,7 @@ _DISPLAY_CLASS = r"HKLM\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11
 _PROCESSOR = r"HKLM\HARDWARE\DESCRIPTION\System\CentralProcessor\0"
 _STICKS = (
     "Get-CimInstance Win32_PhysicalMemory | "
-    "Select-Object Capacity,ConfiguredClockSpeed,Speed,SMBIOSMemoryType,BankLabel,DeviceLocator | ConvertTo-Json"
+    "Select-Object Capacity,ConfiguredClockSpeed,Speed,SMBIOSMemoryType,DataWidth,BankLabel,DeviceLocator | ConvertTo-Json"
 )
 
 

@@ -1,0 +1,88 @@
+"""Memory modules as firmware lists them to the width of the memory bus: channels are counted, not sticks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_CHANNEL_BITS = 64
+# A memory controller that firmware names apart ("Controller0-ChannelA": Intel since Alder Lake) is 64 bits wide, whether its
+# channels are one of DDR4, two of 32 bits (DDR5) or four of 16 (LPDDR).
+_CONTROLLER_BITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ram:
+    """Installed memory: transfers per second, populated channels × bits, and how many modules."""
+
+    megatransfers_s: int
+    bus_bits: int
+    modules: int
+
+    @property
+    def bandwidth_gbps(self) -> float:
+        """MT/s × bits ÷ 8, decimal GB/s: the peak of the populated channels."""
+        return self.megatransfers_s * self.bus_bits / 8 / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Stick:
+    """One module: where it sits as firmware words it ("BANK 0 Controller1-ChannelA-DIMM0"), its MT/s, its data width in bits."""
+
+    place: str
+    megatransfers_s: int
+    data_bits: int = _CHANNEL_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    socket: str
+    controller: str
+    channel: str
+
+
+def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
+    """The memory that `sticks` are; None of none, or where one has a speed or width that no memory has. The slowest speed counts.
+    `channels`: of 64 bits of each socket, where the processor is known (0: it is not)."""
+    if not sticks or any(not 100 <= s.megatransfers_s <= 20_000 or not 0 < s.data_bits <= 512 for s in sticks):
+        return None
+    bits = _bus_bits(sticks, channels)
+    return Ram(min(s.megatransfers_s for s in sticks), bits, len(sticks))
+
+
+def _bus_bits(sticks: Sequence[Stick], channels: int) -> int:
+    if all(
+        s.data_bits < _CHANNEL_BITS for s in sticks
+    ):  # soldered: each record is a piece of a channel, and none shares one
+        return sum(s.data_bits for s in sticks)
+    places = [_place(s.place.upper()) for s in sticks]
+    # One place for all is none that firmware knows: two sticks can't sit in one.
+    unknown = len({s.place for s in sticks}) < len(sticks) or not all(p.channel for p in places)
+    if not unknown:
+        widths: Counter[tuple[str, str]] = Counter()
+        for socket, controller, _ in {(p.socket, p.controller, p.channel) for p in places}:
+            widths[socket, controller] += _CHANNEL_BITS
+        return sum(min(n, _CONTROLLER_BITS) if controller else n for (_, controller), n in widths.items())
+    sockets = Counter(p.socket for p in places)
+    return _CHANNEL_BITS * sum(min(n, channels) if channels else _usual_channels(n) for n in sockets.values())
+
+
+def _usual_channels(n_sticks: int) -> int:
+    """Channels that so many sticks of one socket fill at least: two of two, two of four, four of eight or twelve."""
+    if n_sticks <= 2:
+        return n_sticks
+    return max(2, 1 << (n_sticks // 2).bit_length() - 1)
+
+
+def _place(text: str) -> _Place:
+    socket = re.search(r"\b(?:P|PROC|CPU|NODE)[ _-]*([0-9])(?![0-9])", text)
+    controller = re.search(r"\b(?:CONTROLLER|MC)[ _-]?([0-9])", text)
+    channel = re.search(r"CHANNEL[ _-]?([A-P0-9]+)|DIMM[ _-]?([A-P])(?:[ _-]?[0-9]+)?\b", text)
+    # Dell's servers: A1 to A12 are the slots of the first processor.
+    board = re.search(r"(?:^|\s)([A-H])[0-9]{1,2}$", text) if channel is None else None
+    found = socket or board
+    return _Place(
+        found[1] if found else "", controller[1] if controller else "", (channel[1] or channel[2]) if channel else ""
+    )
