@@ -76,8 +76,8 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
         end = i + 1
         part = word.upper()
         following = words[end] if end < len(words) else ""
-        if re.fullmatch(r"v[2-6]|extreme", following):
-            joined = f"{part}-EXTREME" if following == "extreme" else part + following.upper()
+        if re.fullmatch(r"v[2-6]|extreme|go", following):
+            joined = part + following.upper() if following[0] == "v" else f"{part}-{following.upper()}"
             part, end = (joined, end + 1) if joined in _index() else (part, end)
         start = i
         while start and words[start - 1] in _BETWEEN:

@@ -191,7 +191,7 @@ def test_an_apu_is_one_pool_whatever_its_id(device_id: str) -> None:
     ("pci", "row", "gib"),
     [
         ("0xe20b", "Arc B580", 12), ("0xe20c", "Arc B570", 10), ("0xe211", "Arc Pro B60", 24), ("0xe212", "Arc Pro B50", 16),
-        ("0xe223", "Arc Pro B70", 32),
+        ("0xe223", "Arc Pro B70", 32), ("0xe222", "Arc Pro B65", 32), ("0x56a2", "Arc A580", 8), ("0x56a5", "Arc A380", 6),
     ],
 )  # fmt: skip
 def test_arcs_are_known_by_their_ids_and_several_count(pci: str, row: str, gib: int) -> None:
@@ -215,13 +215,26 @@ def test_an_arc_that_no_id_names_is_asked_of_vulkan() -> None:
     slot = "DRIVER=xe\nPCI_SLOT_NAME=0000:03:00.0\n"
     vulkan = VULKAN.format(id="e2ff", name="Intel(R) Arc(tm) B580 Graphics (BMG G21)")
     assert linux(drm(0, "0x8086", "0xe2ff", uevent=slot), vulkaninfo=vulkan).match == "Arc B580"
-    own = linux(drm(0, "0x8086", "0x56a5", uevent=slot, lmem_total_bytes=str(6 * GIB)))
+    own = linux(drm(0, "0x8086", "0x5696", uevent=slot, lmem_total_bytes=str(6 * GIB)))
     assert (own.kind, own.memory.total_bytes, own.bandwidth_gbps) == ("discrete", 6 * GIB, None)
 
 
 def test_intel_graphics_of_a_processor_are_no_card() -> None:
     slot = "DRIVER=i915\nPCI_SLOT_NAME=0000:00:02.0\n"
-    assert linux(drm(0, "0x8086", "0x7d55", uevent=slot)).kind == "system"
+    assert linux(drm(0, "0x8086", "0x7d45", uevent=slot)).kind == "system"
+
+
+@pytest.mark.parametrize(
+    ("pci", "row"),
+    [
+        ("0x7d55", "Meteor Lake"), ("0x7d51", "Arrow Lake"), ("0x64a0", "Lunar Lake"), ("0xb080", "Arc B390"),
+        ("0xb086", "Arc B390"), ("0xb083", "Arc B370"),
+    ],
+)  # fmt: skip
+def test_arc_graphics_of_a_processor_are_known_by_their_ids(pci: str, row: str) -> None:
+    device = linux(drm(0, "0x8086", pci, uevent="DRIVER=xe\nPCI_SLOT_NAME=0000:00:02.0\n"))
+    assert (device.kind, device.accelerator) == ("unified", "vulkan")
+    assert row in device.match
 
 
 # --- Windows ---------------------------------------------------------------------------------------------------------

@@ -251,14 +251,14 @@ def states_are_rare() -> None:
     ticks = iter([0.0, 0.6])  # a fence for each tensor: 600 ms
     store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))
     store.prefill_tok_s = lambda: 500.0
-    assert store.store_state(backend.new_sequence(), []) == "free"
+    assert store.store_state(backend.new_sequence(), np.zeros(0, np.int32)) == "free"
     assert store.state_interval(1000) >= 4096
 
 
 def idle_lines_leave() -> None:
     """On a device: with no more than 3 % of a step in attention over them they may stay, beyond that they may not."""
     able = replace(ScriptedBackend().capabilities, kv_on_device=True)
-    idle = [eviction.IdleSequence(i, [], "exported") for i in range(2)]
+    idle = [eviction.IdleSequence(i, np.zeros(0, np.int32), "exported") for i in range(2)]
     info, free = ScriptedBackend().info, 8192
     assert eviction.may_stay(able, info, free, 1, 0.02)
     assert not eviction.may_stay(able, info, free, 1, 0.04)

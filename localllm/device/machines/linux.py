@@ -359,9 +359,12 @@ def _intel(readings: Readings, system: _System) -> Device | None:
         told = f"{cards[0].name}: memory in use can't be read without root, so all of it counts as free"
         base = replace(system.base, findings=(*system.base.findings, Finding("info", told)))
         return one_machine(cards, "vulkan", _host(system), system.base.bandwidth_gbps, base)
-    integrated = table.by_cpu(system.cpu.name) or next(
-        (row for gpu in vulkan_gpus if (row := table.by_gpu_name(gpu.name)) is not None and row.vendor == "Intel"), None
-    )
+    shown = [table.by_gpu_name(gpu.name) for gpu in vulkan_gpus] + [
+        table.by_pci("8086", _device_id(readings, path))
+        for path in readings.matching("/sys/class/drm/card*/device/vendor")
+        if hexadecimal(readings.file(path)) == 0x8086
+    ]
+    integrated = table.by_cpu(system.cpu.name) or next((row for row in shown if row and row.vendor == "Intel"), None)
     if integrated is None or integrated.vendor != "Intel" or integrated.kind != "unified":
         return None
     note = Finding("info", "how much RAM this integrated GPU may map depends on its driver: what is available is shown")
@@ -378,6 +381,10 @@ def _intel(readings: Readings, system: _System) -> Device | None:
     )
 
 
+def _device_id(readings: Readings, vendor_path: str) -> str:
+    return f"{hexadecimal(readings.file(vendor_path.removesuffix('vendor') + 'device')) or 0:04x}"
+
+
 def _arcs(readings: Readings) -> list[Card]:
     """Intel's discrete cards: by PCI id, else by the name that the Vulkan driver has for the one that is on a bus of its own, where
     i915 says its memory or the table does."""
@@ -389,7 +396,7 @@ def _arcs(readings: Readings) -> list[Card]:
         if hexadecimal(readings.file(path)) != 0x8086:
             continue
         folder = path.removesuffix("/vendor")
-        device_id = f"{hexadecimal(readings.file(f'{folder}/device')) or 0:04x}"
+        device_id = _device_id(readings, path)
         total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
         row = table.by_pci("8086", device_id, "", total or None)
         slot = re.search(r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I)
