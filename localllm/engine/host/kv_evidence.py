@@ -46,7 +46,7 @@ The total divided every line by ten; I removed that, and the seven tests of the 
 
 def file_for(folder: Path, fingerprint: str) -> Path:
     """Where the figures of the model with that fingerprint are kept."""
-    return folder / f"{fingerprint.removesuffix('-mtp')}.json"
+    return folder / f"{fingerprint.partition('-')[0]}.json"
 
 
 @dataclass(frozen=True, slots=True)

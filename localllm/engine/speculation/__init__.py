@@ -36,14 +36,16 @@ class DraftContext:
 
 
 class Drafter(ABC):
-    """Drafts by computing: a draft model, the model's own heads. Belongs to the engine's thread.
+    """Drafts by computing: a draft model, trained heads. Belongs to the engine's thread.
 
-    `token_s`: seconds a drafted token costs (0: not measured yet, nothing is drafted). `stops_when_unsure`: a draft shorter
+    `token_s`: seconds a drafted token costs, or a whole draft where it is made `at_once` (0: not measured yet, nothing is
+    drafted). `stops_when_unsure`: a draft shorter
     than wanted counts as one wrong token, since what was computed there brought nothing."""
 
     name: ClassVar[str]
     stops_when_unsure: ClassVar[bool] = False
     token_s: float = 0.0
+    at_once: bool = False
 
     @classmethod
     @abstractmethod
@@ -68,7 +70,7 @@ class Drafter(ABC):
         """Measure `token_s`. Raises BackendFailure."""
 
     def took(self, seconds: float) -> None:
-        """A drafted token took so long."""
+        """A drafted token (a draft, where it is made at once) took so long."""
         self.token_s = seconds if not self.token_s else self.token_s + _SMOOTHING * (seconds - self.token_s)
 
     def forget(self, job: RunningRequest) -> None:  # noqa: B027 (nothing to forget is an answer)

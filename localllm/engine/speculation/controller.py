@@ -132,10 +132,15 @@ class StepCost:
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
     """What one sequence could draft: `survival[k]` = P(its first k + 1 tokens are accepted), non-increasing, and the
-    seconds every drafted token costs before it is verified (0 for lookups)."""
+    seconds every drafted token costs before it is verified (0 for lookups), or a whole draft that is made `at_once`."""
 
     survival: Seq[float]
     token_s: float = 0.0
+    at_once: bool = False
+
+    def drafting_s(self, length: int) -> float:
+        """Seconds that a draft of so many tokens costs before it is verified."""
+        return self.token_s * (min(length, 1) if self.at_once else length)
 
 
 def choose_lengths(
@@ -163,7 +168,7 @@ def choose_lengths(
         gain += math.log1p(s / expected[i])
         expected[i] += s
         lengths[i] += 1
-        drafting = max(c.token_s * g for c, g in zip(candidates, lengths, strict=True)) if dear else 0.0
+        drafting = max(c.drafting_s(g) for c, g in zip(candidates, lengths, strict=True)) if dear else 0.0
         slower = (cost(n + k) + drafting) / plain
         if slower > most_steps:
             break
@@ -250,6 +255,11 @@ class Acceptance:
             self._average.add(hit)
         if self._shared is not None:
             self._shared.observe(accepted, drafted)
+
+    @property
+    def seen(self) -> float:
+        """How many guesses that rests on, those long ago for less."""
+        return self._average.seen
 
     @property
     def rate(self) -> float:

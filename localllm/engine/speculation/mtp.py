@@ -1,4 +1,4 @@
-"""The model's own draft heads (MTP) as a drafter: they live in the backend, beside the sequences they draft for."""
+"""Trained heads as a drafter (the model's own, EAGLE-3, DFlash): they live in the backend, beside the sequences they draft for."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ class MtpDrafter(Drafter):
     def __init__(self, context: DraftContext) -> None:
         self.backend, self.clock = context.backend, context.clock
         self._eog = frozenset(self.backend.info.eog_tokens)
+        self.name = self.backend.capabilities.draft_kind or "mtp"  # type: ignore[misc]
+        self.at_once = self.name == "dflash"
 
     @classmethod
     def for_engine(cls, context: DraftContext) -> Self | None:
-        """Only by name (`--draft mtp`), and where the model has heads."""
-        return cls(context) if context.mode == "mtp" and context.backend.capabilities.drafts else None
+        """Where heads are loaded: a companion's in any mode but those that name another drafter, the model's own by name."""
+        able = context.backend.capabilities
+        companion = context.mode == "auto" and able.draft_kind not in ("", "mtp")
+        return cls(context) if able.drafts and (companion or context.mode == "mtp") else None
 
     @property
     def most(self) -> int:
@@ -49,7 +53,7 @@ class MtpDrafter(Drafter):
         # A head that stops because it is unsure has computed one token more than it gives.
         steps = max((min(len(d) + 1, length) for d, (_, length) in zip(drafts, jobs, strict=True)), default=0)
         if steps:
-            self.took((self.clock() - started) / steps)
+            self.took((self.clock() - started) / (1 if self.at_once else steps))
         return {job.id: (self._to_the_end(draft), None) for (job, _), draft in zip(jobs, drafts, strict=True)}
 
     def _to_the_end(self, draft: list[int]) -> list[int]:
@@ -58,7 +62,7 @@ class MtpDrafter(Drafter):
         return draft[: end + 1]
 
     def probe(self) -> None:
-        """Measure one drafted token on a sequence of its own (seconds into `token_s`)."""
+        """Measure one drafted token (or block) on a sequence of its own (seconds into `token_s`)."""
         try:
             sequence = self.backend.new_sequence()
         except BackendFailure:

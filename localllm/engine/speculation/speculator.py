@@ -47,10 +47,15 @@ _TRIED_EVERY = 24
 _MOST_STEPS_TRIED = 8.0
 # A stream loses no more by what was tried than this many plain steps and 1.5 in a hundred.
 _MOST_STEPS_LOST, _LEAST_GAIN = 6.0, 0.985
+# … and by what drafters compute no more than so many, which over the first 24 tokens is 1.15 of plain time, and over 200 a
+# speed of 0.97.
+_MOST_STEPS_TRIAL = 3.0
 # Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
 _PLAIN_EVERY = 64
 # A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
 _RETRY_TOKENS, _MOST_RETRIES, _TRIAL_TOKENS = 24, 6, 2
+# So many guesses show how a drafter fares.
+_LEAST_SEEN = 4
 # So many salts have their recent answers kept.
 _MOST_RECENTS = 64
 
@@ -130,7 +135,9 @@ class Speculator:
         self._acceptance = {name: Acceptance() for name in self.drafters}
         # By salt: others' words would be told by how fast they come.
         self._recent = lru_cache(_MOST_RECENTS)(lambda salt: RecentOutputs())
-        self._tallies = {name: _Tally() for name in ("ngram", "grammar", *(kind.name for kind in kinds))}
+        self._tallies = {
+            name: _Tally() for name in ("ngram", "grammar", *(kind.name for kind in kinds), *self.drafters)
+        }
         self._since_plain = 0
         self._most_steps = math.inf
         self._drafting_s = self._plain_s = 0.0
@@ -258,7 +265,8 @@ class Speculator:
         if not drafter.token_s:
             return best
         length = min(most, drafter.most, _MOST_MODEL_TOKENS)
-        candidate = DraftCandidate(back_off.acceptance.survival(length), drafter.token_s)
+        length = self._affordable(job, drafter, length)
+        candidate = DraftCandidate(back_off.acceptance.survival(length), drafter.token_s, drafter.at_once)
         (alone,) = choose_lengths([candidate], self.cost.seconds)
         trial = 0
         if not alone and job.n_generated >= back_off.retry_at:
@@ -270,18 +278,32 @@ class Speculator:
             return best
         return _Proposal(name, [], candidate, trial) if drafter.ready(job) else best
 
+    def _affordable(self, job: RunningRequest, drafter: Drafter, most: int) -> int:
+        """The longest draft up to `most` of which nothing may be right, and the stream keeps what it must."""
+        affords = _MOST_STEPS_TRIAL + self._states[job.id].whole.affords(_LEAST_GAIN, 1)
+        return next((n for n in range(most, 0, -1) if self._steps(drafter.name, n) <= affords), 0)
+
     def _speed(self, candidate: DraftCandidate, length: int) -> float:
         """Tokens per second of one sequence that drafts so many tokens like this."""
-        seconds = self.cost.seconds(1 + length) + candidate.token_s * length
+        seconds = self.cost.seconds(1 + length) + candidate.drafting_s(length)
         return (1.0 + sum(candidate.survival[:length])) / seconds
 
     def _state(self, job: RunningRequest) -> _DraftState:
         state = self._states.get(job.id)
         if state is None:
             lookup = Lookup(job.tokens, HitRates(self._rates), self._recent(job.request.generation.salt), job.predicted)
-            back_offs = {name: _BackOff(Acceptance(shared)) for name, shared in self._acceptance.items()}
+            back_offs = {
+                name: _BackOff(Acceptance(shared), _RETRY_TOKENS * self._lost(name))
+                for name, shared in self._acceptance.items()
+            }
             state = self._states[job.id] = _DraftState(lookup, back_offs)
         return state
+
+    def _lost(self, name: str) -> bool:
+        """Whether this drafter did not pay in the answers before: a short one then pays for no trial."""
+        drafter, shared = self.drafters[name], self._acceptance[name]
+        candidate = DraftCandidate(shared.survival(_MOST_MODEL_TOKENS), drafter.token_s, drafter.at_once)
+        return shared.seen >= _LEAST_SEEN and not any(choose_lengths([candidate], self.cost.seconds))
 
     # --- after a step --------------------------------------------------------------------------------------------
 
@@ -291,9 +313,9 @@ class Speculator:
         if state is None:
             return
         state.lookup.advance(tokens)
-        state.learn(len(tokens), self._steps(state.drafter, drafted))
         # Where the heads themselves were unsure they count as wrong: what they computed there brought nothing.
         unsure, state.stopped_at = state.stopped_at == drafted, -1
+        state.learn(len(tokens), self._steps(state.drafter, drafted, unsure))
         if not drafted and not unsure:
             return
         tally = self._tallies[state.drafter]
@@ -302,10 +324,10 @@ class Speculator:
         if state.drafter in state.back_offs:
             state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
-    def _steps(self, drafter: str, drafted: int) -> float:
-        """How many plain steps one with such a draft takes, for a stream alone."""
+    def _steps(self, drafter: str, drafted: int, unsure: bool = False) -> float:
+        """How many plain steps one with such a draft takes, for a stream alone; `unsure`: one token more was computed."""
         by = self.drafters.get(drafter)
-        drafting_s = by.token_s * drafted if by is not None else 0.0
+        drafting_s = DraftCandidate((), by.token_s, by.at_once).drafting_s(drafted + unsure) if by is not None else 0.0
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
     def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:

@@ -26,7 +26,7 @@ from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_catalog import gguf
 from localllm_catalog.from_gguf import model_from_gguf
-from models import tiny_mtp
+from models import tiny_drafters, tiny_mtp
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
@@ -38,14 +38,23 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafting(
-    path: Path, *, free: bool = True, cache_bytes: int = 2**28, disk: Path | None = None, n_rewind: int = 0
+    path: Path,
+    *,
+    free: bool = True,
+    cache_bytes: int = 2**28,
+    disk: Path | None = None,
+    n_rewind: int = 0,
+    companion: Path | None = None,
 ) -> Engine:
     """An engine with draft heads, which drafts whenever they have any chance if `free`."""
     backend = llamacpp.load(
-        LoadSpec(str(path), n_ctx=1024, n_seq_max=4, n_batch=64, n_threads=1, n_rewind=n_rewind, mtp=True)
-    )
+        LoadSpec(
+            str(path), n_ctx=1024, n_seq_max=4, n_batch=64, n_threads=1, n_rewind=n_rewind,
+            mtp=companion is None, drafter=str(companion or ""),
+        )
+    )  # fmt: skip
     settings = EngineSettings(
-        draft="mtp",
+        draft="mtp" if companion is None else "auto",
         make_constraint=GrammarCompiler(backend),
         cache_bytes=cache_bytes,
         disk_dir=str(disk) if disk else None,
@@ -56,7 +65,7 @@ def drafting(
     if free:
         engine.speculator.cost.set({1: 1.0, 32: 1.01})
         engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
-        drafter = engine.speculator.drafters["mtp"]
+        (drafter,) = engine.speculator.drafters.values()
         assert isinstance(drafter, MtpDrafter)
         assert drafter.token_s > 0, "measured while idle"
         # Time stands still: a drafted token costs next to nothing.
@@ -281,3 +290,43 @@ def test_a_model_without_heads_is_refused_before_anything_is_loaded(
     said = capsys.readouterr().err
     assert "has no draft heads" in said
     assert "use --draft auto" in said
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("together", [1, 3])
+def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_path: Path) -> None:
+    """An EAGLE-3 head that knows what the model leans on, and a DSpark block whose Markov head does."""
+    path = tiny_drafters.write_target(tmp_path / "m.gguf", likeness=0.3)
+    drafter = tmp_path / "d.gguf"
+    if kind == "eagle3":
+        tiny_drafters.write_eagle3(drafter, own=False, knowing=True)
+    else:
+        tiny_drafters.write_dflash(drafter, block=8, markov=True, knowing=0.3)
+    engine, alone, rng = drafting(path, companion=drafter), plain(path), random.Random(together)
+    assert list(engine.speculator.drafters) == [kind]
+    prompts = {f"p{i}": words(rng, rng.randrange(4, 120)) for i in range(6)}
+    requests = [request_for(k, p, 40, GREEDY, ignore_eos=True) for k, p in prompts.items()]
+    got: dict[str, list[int]] = {}
+    for start in range(0, len(requests), together):
+        got |= run(engine, *requests[start : start + together]).tokens
+    # Again, from prefixes that are forked and cut: their drafter is of use at once.
+    before = engine.snapshot()
+    longer = {k: [*p, *got[k][:20], *words(rng, 3)] for k, p in prompts.items()}
+    for k, p in longer.items():
+        got[f"{k} longer"] = run(engine, request_for(f"{k} longer", p, 40, GREEDY, ignore_eos=True)).tokens[
+            f"{k} longer"
+        ]
+    asked = prompts | {f"{k} longer": p for k, p in longer.items()}
+    assert sum(same(alone, asked[k], got[k]) for k in asked) >= len(asked) - 1
+    after = engine.snapshot()
+    assert int(before[f"accepted_{kind}_tokens"]) > 20
+    assert int(after[f"accepted_{kind}_tokens"]) > int(before[f"accepted_{kind}_tokens"]) + 10
+    assert int(after[f"drafted_{kind}_tokens"]) > int(after[f"accepted_{kind}_tokens"]), "some were rejected"
+    sampled = request_for(
+        "s", prompts["p0"], 40, Sampling(temperature=0.8, seed=3), ignore_eos=True, cache_prompt=False
+    )
+    first = run(engine, sampled).tokens["s"]
+    engine.speculator.off_because = "switched off"
+    assert run(engine, sampled).tokens["s"] == first, "the same uniforms choose the same tokens"
+    engine.close()
+    alone.close()
