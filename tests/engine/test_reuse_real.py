@@ -150,13 +150,13 @@ class Life:
         while before != (now := (await self.client.snapshot())["disk_written_bytes"]):
             before = now
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.client.died.wait(), 1.0)
-            assert not self.client.died.is_set()
+                await asyncio.wait_for(self.client.ended(), 1.0)
+            assert self.client.alive
 
     async def kill(self) -> None:
         """End it as a power cut would."""
         os.kill(self.client.pid, signal.SIGKILL)
-        await self.client.died.wait()
+        await self.client.ended()
 
 
 @asynccontextmanager

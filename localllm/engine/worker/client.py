@@ -45,7 +45,6 @@ class WorkerClient(ProcessEngine):
         self._workers = workers
         self.memory = MemoryReport(**ready["memory"])
         self._streams: dict[str, Callable[[Event], None]] = {}
-        self.died: asyncio.Event = asyncio.Event()
         process.listen(self._deliver, self._after_end)
 
     @classmethod
@@ -131,7 +130,6 @@ class WorkerClient(ProcessEngine):
         return {**values, "memory_bytes": self.memory.total_bytes}
 
     def _after_end(self) -> None:
-        self.died.set()
         streams, self._streams = self._streams, {}
         for request_id, take in streams.items():
             take(self._death(request_id))

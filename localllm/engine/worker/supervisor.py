@@ -9,12 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from localllm.engine.host.memory import Available
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.errors import BusyError, DoesNotFitError, WorkerDiedError
+from localllm.errors import BusyError, DoesNotFitError, LocalLLMError, WorkerDiedError
 from localllm_backends.contract import ModelInfo
 
 # A model that crashes at once must not be reloaded in a tight loop.
@@ -63,7 +64,7 @@ class Supervisor(Generic[E]):
         self._on_loading = on_loading
         self._available = available
         self._engine: E | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._crashes = 0
         self._started_s = 0.0
@@ -92,8 +93,7 @@ class Supervisor(Generic[E]):
                 raise
             self.loads += 1
             self._started_s = time.monotonic()
-            if self.options.hang_s > 0:
-                self._watch = asyncio.create_task(watch(self._engine, self.options.hang_s))
+            self._keeper = asyncio.create_task(self._keep(self._engine))
             return self._engine
 
     async def _start(self) -> E:
@@ -108,23 +108,29 @@ class Supervisor(Generic[E]):
             self.options, self._smaller = less, None
         return await self._start()
 
+    async def _keep(self, engine: E) -> None:
+        """Look after `engine`, and load the model again once it has ended by accident, be there nobody who asks for it: the
+        next request finds it loaded. How that fails is for the next request to say."""
+        await watch(engine, self.options.hang_s)
+        if self._is_healthy(engine):
+            with suppress(LocalLLMError):
+                await self.engine()
+
     async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
         async with self._lock:
             if self._engine is not None:
-                self._stop_watching()
                 await self._engine.close()
                 self._engine = None
 
-    def _stop_watching(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.cancel()
+    def _is_healthy(self, engine: E) -> bool:
+        return engine.finished > 0 or time.monotonic() - self._started_s > _HEALTHY_AFTER_S
 
     async def _after_crash(self, engine: E) -> None:
-        self._stop_watching()
         await engine.close()
         self._engine = None
-        self._count_crash(healthy=engine.finished > 0 or time.monotonic() - self._started_s > _HEALTHY_AFTER_S)
+        self._count_crash(healthy=self._is_healthy(engine))
 
     def _count_crash(self, *, healthy: bool) -> None:
         self._crashes = 0 if healthy else self._crashes + 1
@@ -218,36 +224,32 @@ class Watchdog:
         return ""
 
 
-async def watch(
-    process: ProcessEngine,
-    patience_s: float,
-    effort: Callable[[int], float] = effort_of,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Look after `process` until it has ended; condemn it if it hangs. It isn't looked at while nobody waits for it."""
+async def watch(process: ProcessEngine, patience_s: float) -> None:
+    """Look after `process` until it has ended; condemn it if it hangs (`patience_s` 0: never). It isn't looked at while
+    nobody waits for it."""
     between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
     dog: Watchdog | None = None
     silent_since: float | None = None
     while process.alive:
-        await asyncio.sleep(between_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.ended(), between_s or None)
         if not process.awaited:
             dog = silent_since = None
             continue
-        dog = dog or Watchdog(patience_s, clock)
+        dog = dog or Watchdog(patience_s)
         pulse = await _within(process.pulse(), between_s)
         if pulse is None:
             # Not even its reader answers: the whole process stands still, or one thread lets no other run.
-            silent_since = silent_since or clock()
-            pulse = Pulse(clock() - silent_since, silent=True)
+            silent_since = silent_since or time.monotonic()
+            pulse = Pulse(time.monotonic() - silent_since, silent=True)
         else:
             silent_since = None
         try:
-            why = dog.verdict(pulse, effort(process.pid))
+            why = dog.verdict(pulse, effort_of(process.pid))
         except ProcessLookupError:
             continue
         if why:
             process.condemn(why)
-            return
 
 
 async def _within(answer: Awaitable[Pulse], seconds: float) -> Pulse | None:
@@ -292,6 +294,10 @@ class ProcessEngine:
     @property
     def alive(self) -> bool:
         return not self._process.ended
+
+    async def ended(self) -> None:
+        """Return once its process has ended."""
+        await self._process.wait()
 
     @property
     def pid(self) -> int:
