@@ -243,8 +243,9 @@ def _best_of(
     small_enough = _small_enough(device, model, variants)
     fitting: list[Plan] = []
     fast: list[Plan] = []
-    for is_sound in (True, False):  # a poor one where no sound one fits, or is fast enough
-        group = [v for v in small_enough if _is_sound(model, v) is is_sound]
+    # Listed files before constructed ones; a poor one where no sound one fits, or is fast enough.
+    for is_sound, constructed in ((True, False), (True, True), (False, False), (False, True)):
+        group = [v for v in small_enough if (_is_sound(model, v), v.is_estimate) == (is_sound, constructed)]
         plans = [plan_for(device, model, v, workload, overrides=overrides, rough=True) for v in group]
         plans = [p for p in plans if p.fits != "no"]
         fast = [p for p in plans if not too_slow(p, need)]
@@ -268,9 +269,8 @@ def _best_of(
 
 def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
     """Of one model's plans that are fast enough, the best by score, which the model ranks by, and the one to run: of those
-    near it that keep the purpose's good speed the one that loses least to its format, else the same. Listed files go before
-    constructed ones, and four bits and more, which lose little, before fewer."""
-    plans = [p for p in plans if not p.variant.is_estimate] or list(plans)
+    near it that keep the purpose's good speed the one that loses least to its format, else the same. Four bits and more,
+    which lose little, go before fewer."""
     little = [p for p in plans if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS and p.fits == "yes"]
     # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for nothing.
     eight = [p for p in little if quality.bits(p.model, p.variant) < _SIXTEEN_BITS]

@@ -19,6 +19,7 @@ from localllm.cli.commands import models, pull
 from localllm.errors import DownloadError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.library import hf_cache, store
 from localllm.library.transfer import DownloadMeter, DownloadProgress
+from support.until import until
 
 pytestmark = pytest.mark.usefixtures("nothing_packaged")
 REPO = "maker/Tiny-1B-GGUF"
@@ -241,3 +242,21 @@ def test_adopt_and_forget(tmp_path: Path, tiny_model: Path) -> None:
     assert store.scan() == []
     with pytest.raises(LocalLLMError):
         run("models", "adopt", "--forget")
+
+
+def test_a_long_download_times_the_processor_meanwhile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.device import detect
+
+    asked: list[bool] = []
+    monkeypatch.setattr(detect, "detect", lambda *, measure: asked.append(measure))
+    seen: list[str] = []
+    watch = pull.timing_meanwhile(lambda progress: seen.append(progress.state))
+    for done_bytes in (0, 10**6):
+        watch(DownloadProgress("downloading", "small.gguf", done_bytes, 10**8))
+    watch(DownloadProgress("verifying", "large.gguf", 0, 10**10))
+    assert asked == []
+    for done_bytes in (0, 10**9, 2 * 10**9):
+        watch(DownloadProgress("downloading", "large.gguf", done_bytes, 10**10))
+    until(lambda: asked)
+    assert asked == [True]
+    assert len(seen) == 6

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Off a terminal (a log, a pipe) a line this often is enough.
 _LOG_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
+# What takes longer to download than some seconds, which timing a processor takes.
+_LONG_BYTES = 10**9
 
 
 def pull(
@@ -39,7 +41,8 @@ def pull(
     no_network = bool(Settings({"offline": offline}).value("offline"))
     meter = None if quiet else ProgressLine(obeyed(sys.stderr))
     try:
-        found: LocalModel = fetch(ref, on_progress=meter, choose=variant_choice(ref), mmproj=mmproj, offline=no_network)
+        watch = timing_meanwhile(meter)
+        found: LocalModel = fetch(ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network)
     except KeyboardInterrupt:
         if meter is not None:
             meter.close()
@@ -55,6 +58,35 @@ def pull(
         quant = f" {found.quant}" if found.quant else ""
         print(f"{found.name}{quant}, {gb(found.size_bytes)}: `localllm chat -m {_typed(ref, found)}`", file=sys.stderr)
     print(found.path)
+
+
+def timing_meanwhile(meter: Callable[[DownloadProgress], None] | None) -> Callable[[DownloadProgress], None]:
+    """`meter`, and once a download is long: time meanwhile what this processor multiplies and its memory delivers, where
+    nobody has, so that no later answer waits for it or goes without."""
+    started = False
+
+    def watch(progress: DownloadProgress) -> None:
+        nonlocal started
+        left_bytes = progress.total_bytes - progress.done_bytes
+        if not started and progress.state == "downloading" and left_bytes >= _LONG_BYTES:
+            import threading
+
+            started = True
+            threading.Thread(target=_time_processor, name="timing", daemon=True).start()
+        if meter is not None:
+            meter(progress)
+
+    return watch
+
+
+def _time_processor() -> None:
+    import contextlib
+
+    from localllm.device import detect
+    from localllm.errors import LocalLLMError
+
+    with contextlib.suppress(LocalLLMError, OSError):
+        detect.detect(measure=True)
 
 
 def _typed(ref: str, found: LocalModel) -> str:

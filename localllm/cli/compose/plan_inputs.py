@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -178,9 +177,8 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
 
     if name is not None:
         return resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
-    # The first time on an unknown machine its bandwidth is measured (a second), and what a processor multiplies; then remembered.
-    here = detect(measure=True, say=lambda text: print(text, file=sys.stderr, flush=True))
-    return overridden(here, memory_gb=memory, bandwidth_gbps=bandwidth)
+    # With what was timed here before: an answer waits for no timing, `pull` times meanwhile, and `device --measure`.
+    return overridden(detect(), memory_gb=memory, bandwidth_gbps=bandwidth)
 
 
 def machine_of(name: str | None, memory_gb: float | None, catalog: Catalog) -> tuple[Device, Overrides]:

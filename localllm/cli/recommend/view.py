@@ -28,7 +28,9 @@ _BAR = 10
 # What a row takes beside the model's name, and with the bar; a name shorter than this costs the bar its place.
 _ROW_COLUMNS = 43
 _LEAST_NAME = 20
-_BIGGER_SHOWN = 4
+_NEARLY_SHOWN = 2
+# A plain list is read at one glance.
+_MOST_LINES = 25
 # Plans of each machine where machines are compared.
 _COMPARED = 4
 
@@ -106,7 +108,7 @@ def _rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, list[str]]:
     with_bar = room - _BAR - 1 >= _LEAST_NAME
     name = min(max([_LEAST_NAME, *(len(p.model.name) for p in plans)]), room - (_BAR + 1 if with_bar else 0))
     usable = f"{'of usable':{_BAR}} " if with_bar else ""
-    head = f"    {'model':{name}} {'quant':12} {'memory':>8} {usable}{'tok/s':>9} {'1st':>6}"
+    head = f"    {'model':{name}} {'quant':12} {'memory':>8} {usable}{'tok/s':>9} {'wait':>6}"
     rows = []
     for number, plan in enumerate(plans, 1):
         filled = f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
@@ -125,46 +127,97 @@ def table(
     installed: Installed = _NOTHING,
     listings_days: int = 0,
 ) -> list[str]:
-    """The picks with their reasons, then what does not fit; with `everything` every model and its reason. `installed`:
-    ids and quants of models that are on this disk. `listings_days`: the age of the catalog's listings."""
-    from localllm.cli.compose.projector import image_facts
-    from localllm.library.catalog import OLD_DAYS
+    """The picks with their reasons, what nearly fits, and what to type: 25 lines at most, as many picks as they hold; with
+    `everything` every model and its reason, and what else is known of the first. `installed`: ids and quants of models that
+    are on this disk. `listings_days`: the age of the catalog's listings."""
     from localllm.planner import needs
 
     need = needs.need_of(answer.workload)
-    lines = heading(device, f"Recommended for {need.what}")
-    if not answer.plans:
+    plans = answer.plans
+    at = f" with {plans[0].settings.n_ctx // 1024}k of context" if plans else ""
+    lines = heading(device, f"Recommended for {need.what}{at}")
+    if not plans:
         lines += ["", "  no model of the catalog fits and is fast enough; the reasons:"]
-    else:
-        head, rows = _rows(answer.plans, installed)
-        lines += ["", head]
-        for row, plan in zip(rows, answer.plans, strict=True):
-            lines.append(row)
-            reason = f"{plan.settings.n_ctx // 1024}k {plan.settings.kv_type} context; {plan.why}"
-            lines += _wrapped(reason, "    ", "    ")
-            if plan.memory.projector_bytes:
-                gb = plan.memory.projector_bytes / 1e9
-                lines += _wrapped(f"images: {gb:.1f} GB for the projector; {image_facts(plan.model)}", "    ", "    ")
-        lines += [
-            "",
-            *_footnotes(answer.plans, device, need.prompt_tokens, installed),
-            *further(answer.plans[0], "about the first:"),
-        ]
-    if listings_days > OLD_DAYS:
-        lines += _wrapped(
-            f"the catalog's listings are {listings_days} days old; read them anew: localllm catalog update",
-            further="  ",
-        )
-    hidden = [r for r in answer.rejected if everything or r.kind in ("memory", "speed", "context")]
-    if hidden:
-        lines += ["", "Not offered:"]
-        shown = hidden if everything else hidden[:_BIGGER_SHOWN]
-        for r in shown:
-            text = f"{r.model.name}: {r.reason}"
-            lines += _wrapped(text, "  ", "    ")
-        if len(hidden) > len(shown):
-            lines.append(f"  … and {len(hidden) - len(shown)} more (--all)")
+    end = [*_refused(answer, everything=everything), *_old(listings_days), *_run(plans, device, installed)]
+    if everything:
+        notes = [*_footnotes(plans, device, need.prompt_tokens, installed), *_bases(plans)] if plans else []
+        notes += further(plans[0], "about the first:") if plans else []
+        return [*lines, *_blocks(plans, installed), *(["", *notes] if notes else []), *end]
+    for shown in range(len(plans), 0, -1):
+        hidden = [f"    … and {len(plans) - shown} more that fit (--all)"] if shown < len(plans) else []
+        notes = _footnotes(plans[:shown], device, need.prompt_tokens, installed)
+        found = [*lines, *_blocks(plans[:shown], installed, short=True), *hidden, "", *notes, *end]
+        if len(found) <= _MOST_LINES:
+            return found
+    return found if plans else [*lines, *end]
+
+
+def _one_line(text: str, first: str, further: str) -> list[str]:
+    """As many of the parts between semicolons as fit on one line; the first whatever it takes."""
+    parts = text.split("; ")
+    fitting = next((n for n in range(len(parts), 1, -1) if len(first + "; ".join(parts[:n])) <= width()), 1)
+    return _wrapped("; ".join(parts[:fitting]), first, further)
+
+
+def _blocks(plans: Sequence[Plan], installed: Installed, *, short: bool = False) -> list[str]:
+    """The head, and each plan's row with its reason under it, in a `short` list on one line."""
+    from localllm.cli.compose.projector import image_facts
+
+    head, rows = _rows(plans, installed)
+    lines = ["", head] if plans else []
+    for row, plan in zip(rows, plans, strict=True):
+        say = _one_line if short else _wrapped
+        lines += [row, *say(f"{_unusual(plan, plans[0])}{plan.why}", "    ", "    ")]
+        if plan.memory.projector_bytes:
+            size = plan.memory.projector_bytes / 1e9
+            lines += _wrapped(f"images: {size:.1f} GB for the projector; {image_facts(plan.model)}", "    ", "    ")
     return lines
+
+
+_CACHES = {"q8_0": "8-bit", "q8_0/q4_0": "8- and 4-bit", "q4_0": "4-bit"}
+
+
+def _unusual(plan: Plan, first: Plan) -> str:
+    """The plan's context where it is not the first's, and its KV cache where it is not of 16 bits, before its reason."""
+    said = []
+    if plan.settings.n_ctx != first.settings.n_ctx:
+        said.append(f"{plan.settings.n_ctx // 1024}k of context; ")
+    if plan.settings.kv_type != "f16":
+        said.append(f"{_CACHES.get(plan.settings.kv_type, plan.settings.kv_type)} KV cache; ")
+    return "".join(said)
+
+
+def _refused(answer: Recommendation, *, everything: bool) -> list[str]:
+    """What is not offered and why, what is nearest to fitting first."""
+    hidden = [r for r in answer.rejected if everything or r.kind in ("memory", "speed", "context")]
+    if not everything:
+        hidden.sort(key=lambda r: (r.kind != "memory", r.variant.file_bytes))
+    lines = ["", "Not offered:"] if hidden else []
+    shown = hidden if everything else hidden[:_NEARLY_SHOWN]
+    for r in shown:
+        say = _wrapped if everything else _one_line
+        lines += say(f"{r.model.name}: {r.reason}", "  ", "    ")
+    if len(hidden) > len(shown):
+        lines.append(f"  … and {len(hidden) - len(shown)} more (--all)")
+    return lines
+
+
+def _old(listings_days: int) -> list[str]:
+    from localllm.library.catalog import OLD_DAYS
+
+    if listings_days <= OLD_DAYS:
+        return []
+    text = f"the catalog's listings are {listings_days} days old; read them anew: localllm catalog update"
+    return _wrapped(text, further="  ")
+
+
+def _run(plans: Sequence[Plan], device: Device, installed: Installed) -> list[str]:
+    """The one command that runs the first pick; nothing for a machine that one does not have."""
+    if device.simulated or not plans:
+        return []
+    reference = f"{plans[0].model.id}:{plans[0].variant.quant}"
+    here = (plans[0].model.id, plans[0].variant.quant) in installed
+    return ["", f"{'' if here else f'localllm pull {reference} && '}localllm chat -m {reference}"]
 
 
 def further(plan: Plan, title: str) -> list[str]:
@@ -176,16 +229,19 @@ def further(plan: Plan, title: str) -> list[str]:
 
 
 def _footnotes(plans: Sequence[Plan], device: Device, prompt_tokens: int, installed: Installed) -> list[str]:
-    bases = list(dict.fromkeys(part for p in plans for part in p.decode_tok_s.basis.split("; ")))
-    notes = [
-        *_wrapped(f"tok/s: 80 % range, context nearly empty; 1st: first token of {prompt_tokens:,}", further="  "),
+    what = f"tok/s: 80 % range; wait: until the first word, for {prompt_tokens:,} tokens of prompt"
+    untimed = "the processor's speed is its kind's: localllm device --measure times it"
+    timed = device.simulated or device.accelerator != "cpu" or device.matrix_rates
+    return [
+        *_wrapped(what, further="  "),
         *_marks(plans, installed),
-        *_wrapped("speeds from " + "; ".join(bases[:4]), further="  "),
+        *([] if timed else _wrapped(untimed, further="  ")),
     ]
-    if not device.simulated:
-        reference = f"{plans[0].model.id}:{plans[0].variant.quant}"
-        notes += ["run the first:", f"  localllm pull {reference}", f"  localllm chat -m {reference}"]
-    return notes
+
+
+def _bases(plans: Sequence[Plan]) -> list[str]:
+    bases = list(dict.fromkeys(part for p in plans for part in p.decode_tok_s.basis.split("; ")))
+    return _wrapped("speeds from " + "; ".join(bases[:4]), further="  ")
 
 
 def _usual() -> Declaration:
