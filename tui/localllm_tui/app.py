@@ -14,13 +14,14 @@ from textual.binding import BindingType
 from textual.filter import LineFilter
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
+from textual.widgets import Input, TextArea
 
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import commands
 from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.local_state import Preferences
-from localllm_tui.control.terminal import copy_with_tool, on_signals
+from localllm_tui.control.terminal import KeyboardTerminal, copy_with_tool, on_signals
 from localllm_tui.screens.chat import ChatScreen
 from localllm_tui.widgets.line_filters import CSS as NO_COLOR_CSS
 from localllm_tui.widgets.line_filters import NoColors, NoControls
@@ -50,12 +51,20 @@ class ChatApp(App[None]):
 
     def on_mount(self) -> None:
         self.set_keymap(remapped())
-        on_signals(self.chat.leave)
+        on_signals(self.chat.leave, self._woken)
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         chosen = self._preferences.get("theme")
         if chosen in self.available_themes:
             self.theme = chosen
         self.theme_changed_signal.subscribe(self, self._remember_theme)
         self.chat.call_after_refresh(gc.enable)  # the command starts with gc disabled: what a start allocates stays
+
+    def _woken(self) -> None:
+        """After a SIGSTOP, which no program hears of: a shell had the terminal meanwhile. Begin with it anew."""
+        if self._driver is not None and not KeyboardTerminal().gone:
+            self._driver.suspend_application_mode()
+            self._driver.resume_application_mode()
+            self.call_later(self.refresh, layout=True)
 
     def _remember_theme(self, theme: Theme) -> None:
         self._preferences.set("theme", theme.name)
@@ -67,7 +76,7 @@ class ChatApp(App[None]):
     # -- keys and commands on every screen ------------------------------------------------------------------------
 
     async def action_interrupt(self) -> None:
-        """Close the dialog on top; else copy the selection or stop the answer; pressed twice, quit."""
+        """Close the dialog on top; else copy the selection, clear the input or stop the answer; pressed twice, quit."""
         if isinstance(self.screen, ModalScreen):
             self.screen.dismiss(None)
             return
@@ -78,6 +87,14 @@ class ChatApp(App[None]):
             await self.chat.leave()
         self._interrupted_s = now
         self.notify("Ctrl+C again quits", timeout=QUIT_WITHIN_S)
+
+    async def action_end_of_input(self) -> None:
+        """Quit where nothing is typed; in a text the key removes the next character, as everywhere."""
+        typed_in = self.focused
+        if (isinstance(typed_in, TextArea) and typed_in.text) or (isinstance(typed_in, Input) and typed_in.value):
+            typed_in.action_delete_right()
+        else:
+            await self.chat.leave()
 
     async def action_quit(self) -> None:
         await self.chat.leave()

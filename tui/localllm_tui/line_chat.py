@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
+
+from rich.cells import cell_len
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
@@ -167,7 +173,7 @@ def talk(client: ChatClient, model: str, session: Session) -> None:
     chat = LineChat(client, model, session)
     while not chat.left:
         try:
-            line = input("> ").strip()
+            line = _read("> ").strip()
         except EOFError:
             print()
             return
@@ -179,6 +185,45 @@ def talk(client: ChatClient, model: str, session: Session) -> None:
         while chat.pending is not None and not chat.left:
             keep, chat.pending = chat.pending, None
             _answer(chat, keep)
+
+
+# Around what is pasted, once the terminal was asked for it (DEC mode 2004); others ignore the question.
+_PASTE_ON, _PASTE_OFF, _PASTED, _PASTED_END = "\x1b[?2004h", "\x1b[?2004l", "\x1b[200~", "\x1b[201~"
+
+
+def _read(prompt: str) -> str:
+    """A line, or all the lines that were pasted at once, up to the Enter after them. Raises EOFError."""
+    asked = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    if not asked:
+        return input(prompt)
+    tell = obeyed(sys.stdout)
+    tell(_PASTE_ON)
+    try:
+        with _marks_unseen(sys.stdin):
+            said = input(prompt)
+            while said.count(_PASTED) > said.count(_PASTED_END):
+                said += "\n" + input()
+    finally:
+        tell(_PASTE_OFF)
+        sys.stdout.flush()
+    return said.replace(_PASTED, "").replace(_PASTED_END, "")
+
+
+@contextmanager
+def _marks_unseen(terminal: TextIO) -> Iterator[None]:
+    """Have the terminal swallow the marks around a paste as it echoes them, instead of showing them as ^[[200~."""
+    try:
+        import termios
+    except ImportError:  # Windows, whose console has no such marks
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    now = [*before[:3], before[3] & ~termios.ECHOCTL, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSANOW, now)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 async def _run_command(chat: LineChat, name: str, argument: str) -> None:
@@ -217,6 +262,42 @@ def _say_error(e: LocalLLMError) -> None:
     print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
 
 
+class WrappedLines:
+    """Text that comes in pieces, broken between words at `columns` cells; 0: nowhere."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._at = 0
+        self._word = ""  # its end has not come yet
+
+    def add(self, text: str) -> str:
+        """What can be written now; a word waits until it is whole, or as long as a line."""
+        if not self._columns:
+            return text
+        *whole, self._word = re.split(r"(\s)", self._word + text)
+        written = "".join(self._placed(piece) for piece in whole)
+        if cell_len(self._word) >= self._columns:
+            written += self.rest()
+        return written
+
+    def rest(self) -> str:
+        """The word that was waited for."""
+        word, self._word = self._word, ""
+        return self._placed(word)
+
+    def _placed(self, piece: str) -> str:
+        cells = cell_len(piece)
+        if piece == "\n":
+            self._at = 0
+        elif piece.isspace() and self._at + cells >= self._columns:
+            self._at, piece = 0, "\n"
+        elif self._at and self._at + cells > self._columns:
+            self._at, piece = cells % self._columns, "\n" + piece
+        else:
+            self._at = (self._at + cells) % self._columns if cells > self._columns else self._at + cells
+        return piece
+
+
 class _Page:
     """An answer on a stream of text. Progress is one line on a terminal that the next one, or the answer, replaces."""
 
@@ -228,13 +309,14 @@ class _Page:
         self._write = obeyed(out)
         self._said = ""
         self._ends_line = True
+        self._lines = WrappedLines(shutil.get_terminal_size().columns if out.isatty() else 0)
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
         if reasoning:
             self.progress("thinking…")
         if text:
             self.progress("")
-            self._write(self._shown(text))
+            self._write(self._lines.add(self._shown(text)))
             self._out.flush()
             self._ends_line = text.endswith("\n")
 
@@ -247,6 +329,7 @@ class _Page:
 
     def end(self) -> None:
         self.progress("")
+        self._write(self._lines.rest())
         if not self._ends_line:
             self._out.write("\n")
             self._out.flush()

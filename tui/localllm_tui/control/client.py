@@ -262,7 +262,7 @@ class ChatClient:
             )
             self._counts = response.status_code not in (404, 405, 501)  # another kind of server
             if response.status_code == 400:
-                return None, str(response.json()["error"]["message"])
+                return None, of_a_person(str(response.json()["error"]["message"]))
             return int(response.json()["input_tokens"]) if response.status_code == 200 else None, ""
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return None, ""
@@ -464,8 +464,17 @@ def _error_body(error: Any) -> LocalLLMError:
     if not isinstance(error, Mapping):
         return by_code("backend_error", str(error))
     hint = error.get("hint")
-    message = str(error.get("message") or "the server failed without saying why")
+    message = of_a_person(str(error.get("message") or "the server failed without saying why"))
     return by_code(str(error.get("code") or ""), message, hint=hint if isinstance(hint, str) else None)
+
+
+# Where in a request's body something is: messages[2].content[0].image_url.url, messages.2.content.
+_SPOT = re.compile(r"\b(?:messages|input|tools)(?:\[\d+\]|\.\d+)(?:\.[a-z_]+|\[\d+\]|\.\d+)*(?::\s*|\s+)")
+
+
+def of_a_person(message: str) -> str:
+    """A server's message without the places in a request's body, which nobody who chats has written."""
+    return _SPOT.sub("", message)
 
 
 def _reason(e: Exception) -> str:

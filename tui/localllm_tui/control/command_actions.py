@@ -10,11 +10,12 @@ from pathlib import Path
 from localllm.conversation.history import StoredMessage
 from localllm.errors import UsageError
 from localllm_tui.control import import_export, sampling
-from localllm_tui.control.attachments import check_room, code_blocks, read_text, typed_in
+from localllm_tui.control.attachments import check_room, code_blocks, fenced, is_image, read_text, typed_in
 from localllm_tui.control.chat import Chat
 from localllm_tui.control.formatting import title_of
 from localllm_tui.control.import_export import to_json, to_markdown
 from localllm_tui.control.session import Session
+from localllm_tui.control.terminal import one_line
 
 
 async def new(chat: Chat, _: str) -> None:
@@ -181,7 +182,12 @@ async def attach(chat: Chat, name: str) -> None:
     if name == "-":
         chat.detach()
         return
-    attach_text(chat, *await asyncio.to_thread(read_text, Path(name)))
+    name, text = await asyncio.to_thread(read_text, Path(name))
+    if is_image(text):
+        _, why_not = await chat.client.counted(chat.model, [{"role": "user", "content": fenced(name, text)}])
+        if why_not:
+            raise UsageError(f"{one_line(name)} can't go along: {why_not}", hint="another model may read it: /model")
+    attach_text(chat, name, text)
 
 
 def attach_text(chat: Chat, name: str, text: str) -> None:
@@ -208,7 +214,7 @@ async def model(chat: Chat, name: str) -> None:
     models = await chat.client.models()
     names = [m.name for m in models]
     if not name:
-        lines = [f"{'>' if m == chat.model else ' '} {m}" for m in names]
+        lines = [f"{'>' if m == chat.model else ' '} {one_line(m)}" for m in names]
         more = "\n/model NAME uses another" if len(names) > 1 else "\nlocalllm chat -m NAME starts with another"
         await chat.say("models on this server:\n" + "\n".join(lines) + more)
         return

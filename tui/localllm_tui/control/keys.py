@@ -18,6 +18,7 @@ class KeyContext(Enum):
     EDITING = "editing"
     ANSWERING = "answering"
     CHOOSING = "choosing"
+    FINDING = "finding"
     SELECTING = "selecting"
     HELP = "help"
     FILING = "filing"
@@ -134,11 +135,11 @@ KEYS = (
         hints={KeyContext.ANSWERING: "stops", KeyContext.EDITING: "leaves it"},
     ),
     Key(
-        APP, "ctrl+c", "Ctrl+C", "interrupt", "copy the selected text; else stop the answer; twice: quit", priority=True
+        APP, "ctrl+c", "Ctrl+C", "interrupt",
+        "copy the selected text; else clear what is typed; else stop the answer; twice: quit", priority=True
     ),
-    Key(
-        APP, "ctrl+d,ctrl+q", "Ctrl+D, Ctrl+Q", "quit", "quit; what was typed is kept for next time", priority=True
-    ),
+    Key(APP, "ctrl+d", "Ctrl+D", "end_of_input", "in an empty input: quit", priority=True),
+    Key(APP, "ctrl+q", "Ctrl+Q", "quit", "quit; what was typed is kept for next time", priority=True),
     Key(COMPOSER, "up", "Up, Down", "earlier", "in an empty input: earlier questions", caught=True),
     Key(COMPOSER, "down", "Down", "later", caught=True),
     Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y", help="take back what was typed or pasted; bring it again"),
@@ -211,10 +212,11 @@ KEYS = (
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={KeyContext.HELP: "closes"}),
     Key(FILES, "enter", "Enter", hints={KeyContext.FILING: "sends it along"}),
     Key(FILES, "escape", "Esc", "close", hints={KeyContext.FILING: "closes"}),
-    Key(PICKER, "enter", "Enter", hints={KeyContext.CHOOSING: "opens"}),
+    Key(PICKER, "enter", "Enter", hints={KeyContext.CHOOSING: "opens", KeyContext.FINDING: "goes there"}),
+    Key(PICKER, "up", "Up, Down", hints={KeyContext.FINDING: "the one before, after"}),
     Key(PICKER, "right", "Right, Left", hints={KeyContext.CHOOSING: "unfolds"}),
     Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True, hints={KeyContext.CHOOSING: "removes"}),
-    Key(PICKER, "escape", "Esc", "close", hints={KeyContext.CHOOSING: "closes"}),
+    Key(PICKER, "escape", "Esc", "close", hints={KeyContext.CHOOSING: "closes", KeyContext.FINDING: "closes"}),
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from localllm_tui.control.attachments import MAX_BYTES_PER_TOKEN, data_url, fenc
 from localllm_tui.control.client import AnswerUsage, ChatClient
 from localllm_tui.control.formatting import BAR_CELLS, amount, bar, elide
 from localllm_tui.control.session import Session
+from localllm_tui.control.terminal import one_line
 
 _GAP = "  "
 
@@ -114,6 +115,7 @@ class StatusFigures:
 
 def status_text(n: StatusFigures, width: int) -> str:
     """The status line in at most `width` cells: words where there is room, short names where there is not."""
+    n = replace(n, model=one_line(n.model))
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
         parts = _parts(n, words, cells)
         room = width - sum(cell_len(p) + len(_GAP) for p in parts)

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from localllm.errors import LocalLLMError
 from localllm_tui.control.formatting import amount, bar, elide, span
 from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PullProgress
-from localllm_tui.control.terminal import printable
+from localllm_tui.control.terminal import one_line, printable
 
 
 class _Stopped(BaseException):
@@ -130,13 +130,15 @@ def catalog_head(width: int) -> str:
     return columns + f" {'tok/s':>9} {'answers':>8}"
 
 
-def plan_line(choice: PlanChoice, width: int, pull: Pull | None = None) -> str:
-    """One plan; `●` is installed, `↓` on its way."""
+def plan_line(choice: PlanChoice, width: int, pull: Pull | None = None, *, marked: bool = False) -> str:
+    """One plan; `●` is installed, `↓` on its way; `+`: marked to be compared."""
     plan, memory = choice.plan, choice.plan["memory"]
     name, wide = _room(width)
     mark = "●" if choice.installed or (pull is not None and pull.done) else "↓" if pull and not pull.ended else " "
-    shown = elide(printable(plan["name"]), name)
-    line = f"{mark} {shown}{' ' * (name - cell_len(shown))} {elide(plan['variant']['quant'], 9):9}"
+    shown = elide(one_line(plan["name"]), name)
+    line = (
+        f"{mark}{'+' if marked else ' '}{shown}{' ' * (name - cell_len(shown))} {elide(plan['variant']['quant'], 9):9}"
+    )
     line += f" {amount(memory['total_bytes']):>8}"
     if wide:
         share = bar(memory["total_bytes"], max(1, memory["limit_bytes"]))
@@ -185,7 +187,7 @@ def disk_head(width: int) -> str:
 def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
     """One model on this disk; `▸` answers now."""
     name = _disk_name(width)
-    shown = elide(printable(model.name), name)
+    shown = elide(one_line(model.name), name)
     line = f"{'▸' if in_use else ' '} {shown}{' ' * (name - cell_len(shown))} {elide(model.quant, 9):9}"
     return elide(f"{line} {amount(model.size_bytes):>8}  {model.owner}", width)
 

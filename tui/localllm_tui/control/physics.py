@@ -144,7 +144,12 @@ _PLOT_ROWS = 7
 _BAR = 12
 
 
-def panel_lines(physics: ModelPhysics | None, speed: AnswerSpeed | None, width: int = PANEL_WIDTH) -> list[str]:
+def panel_lines(
+    physics: ModelPhysics | None, speed: AnswerSpeed | None, width: int = PANEL_WIDTH, *, loading: str = ""
+) -> list[str]:
+    """The panel's lines; `loading`: how far the model is that will have figures."""
+    if physics is None and loading:
+        return textwrap.wrap(f"Still {printable(loading)}: what a token costs is known then.", width)
     if physics is None:
         return ["This server does not say what", "a token costs it."]
     shown = speed or AnswerSpeed()

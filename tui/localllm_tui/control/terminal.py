@@ -51,6 +51,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub("", _BREAKS.sub("\n", text))
 
 
+def one_line(text: str) -> str:
+    """`text` as a name in a line: printable, and without line breaks of its own."""
+    return " ".join(printable(text).split())
+
+
 def copy_with_tool(text: str) -> bool:
     """Put `text` on the clipboard with the system's tool; False when there is none, or it fails."""
     for command in _CLIPBOARD_TOOLS:
@@ -66,18 +71,19 @@ def copy_with_tool(text: str) -> bool:
     return False
 
 
-def on_signals(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would."""
+def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[], object]) -> None:
+    """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would; `wake` is for a SIGCONT after a SIGSTOP."""
     loop = asyncio.get_running_loop()
     for name in ("SIGHUP", "SIGTERM"):
         with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(getattr(signal, name), lambda: loop.create_task(leave()))
     with suppress(AttributeError, ValueError):
-        _wake_only_from_sleep()
+        # Not in the handler: the main thread may hold a lock of the screen's.
+        _wake_only_from_sleep(lambda: loop.call_soon_threadsafe(wake))
 
 
-def _wake_only_from_sleep() -> None:
-    """Have SIGCONT reach Textual only after a SIGTSTP.
+def _wake_only_from_sleep(otherwise: Callable[[], object]) -> None:
+    """Have SIGCONT reach Textual only after a SIGTSTP; `otherwise` is called.
 
     Textual restarts on every one, with another input thread that nothing ends; and a closed window
     sends one after its SIGHUP to programs that never slept.
@@ -97,6 +103,8 @@ def _wake_only_from_sleep() -> None:
         if sleeping:
             sleeping = False
             wake(number, frame)
+        else:
+            otherwise()
 
     signal.signal(signal.SIGTSTP, stopped)
     signal.signal(signal.SIGCONT, continued)

@@ -10,14 +10,14 @@ from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.keys import KeyContext, hints
-from localllm_tui.control.terminal import printable
+from localllm_tui.control.terminal import one_line
 
 
 def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], elsewhere: str = "") -> str:
     """The top of an empty conversation, as Markdown; `earlier` are the conversations it offers, newest first. `elsewhere` is
     the address of a server that is not on this machine."""
     stays = f"at {elsewhere}: what you ask goes there." if elsewhere else "on this machine. Nothing you type leaves it."
-    lines = [f"**localllm** with **{model}** {stays}"]
+    lines = [f"**localllm** with **{_plain(one_line(model))}** {stays}"]
     if greeting:
         lines.append(greeting)
     if not earlier:
@@ -26,7 +26,7 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], e
     now = time.time()
     lines.append(
         "\n".join(
-            f"- {_plain(elide(printable(c.title), 48))} · {ago(now - c.updated_s)}, {how_many(c.n_messages, 'message')}"
+            f"- {_plain(elide(one_line(c.title), 48))} · {ago(now - c.updated_s)}, {how_many(c.n_messages, 'message')}"
             for c in earlier
         )
     )
@@ -64,7 +64,7 @@ def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
         return "a turn is selected"
     said = "message" if context is KeyContext.WRITING else "changing what was said"
     if attached:
-        said += elide(f" + {', '.join(attached)}", 50)
+        said += " " + elide(one_line(f"+ {', '.join(attached)}"), 50)
     return said + (f" · {costs}" if costs else "")
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from textual import events
 from textual.binding import BindingType
 from textual.widgets import TextArea
 
@@ -95,6 +96,11 @@ class ChatScreen(ChatCatalogScreen):
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
+    def on_key(self, event: events.Key) -> None:
+        """What was typed before there was an input comes here, after `on_mount`."""
+        if event.is_printable and event.character and self.focused in (None, self.composer):
+            self.composer.insert(event.character)
+
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
         if event.text_area is self.composer:
             self._queued = False
@@ -127,6 +133,8 @@ class ChatScreen(ChatCatalogScreen):
             self.composer.border_title = f"D again removes this turn{with_it} for good"
 
     def action_select(self) -> None:
+        if not self.transcript.views:
+            self.notify("nothing was said yet: there is no turn to select", timeout=3, markup=False)
         self.transcript.action_select(-1)
         self._show_state()
 
@@ -176,13 +184,16 @@ class ChatScreen(ChatCatalogScreen):
         self._show_state()
 
     async def interrupted(self) -> bool:
-        """Take Ctrl+C: copy what is selected, else stop the answer. False where there was neither."""
+        """Take Ctrl+C: copy what is selected, else clear the input, else stop the answer. False where there was none."""
         selected = self.get_selected_text() or self.composer.selected_text
         if selected:
             self.to_clipboard(selected, "the selection")
             self.clear_selection()
             return True
         self._queued = False
+        if self.composer.text and self.transcript.selected is None:
+            self.composer.clear()  # an edit like any other: Ctrl+Z brings it back
+            return True
         if not self.answering:
             return False
         await self.stop_answer()

@@ -62,7 +62,7 @@ class ChatCatalogScreen(ChatStreamingScreen):
             if progress.error not in (None, self._last_error) and not self.answering:
                 assert progress.error is not None
                 self.call_later(self.trouble, progress.error, _WAY_ON)
-        self._show_state()
+        self.show_counts()
 
     async def use_own_engine(self) -> None:
         """Load the model in this chat, instead of asking the server. Raises LocalLLMError."""

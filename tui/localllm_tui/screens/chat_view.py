@@ -24,6 +24,7 @@ from localllm_tui.control.local_state import Drafts
 from localllm_tui.control.meter import StatusFigures, TokenCosts, UnsentMessage
 from localllm_tui.control.physics import AnswerSpeed, ModelPhysics, headline
 from localllm_tui.control.session import Session
+from localllm_tui.control.terminal import one_line
 from localllm_tui.control.tools import ToolBox
 from localllm_tui.screens.background import TokenCounter
 from localllm_tui.widgets.composer import Composer
@@ -165,6 +166,7 @@ class ChatViewScreen(Screen[None]):
             self.transcript.release()
             self.transcript.following = False
             await self.redraw()
+        self.call_after_refresh(self.transcript.more_came)
 
     async def _mount_earlier(self) -> None:
         if self._first:
@@ -173,6 +175,7 @@ class ChatViewScreen(Screen[None]):
     async def on_earlier_wanted(self) -> None:
         """Turns above the first one shown come in, and what was on screen stays where it is."""
         if not self._first:
+            self.transcript.more_came()
             return
         end, self._first = self._first, max(0, self._first - TURNS_SHOWN)
         self.transcript.release()
@@ -185,6 +188,7 @@ class ChatViewScreen(Screen[None]):
         await self._mount_earlier()
         if first is not None:
             self.call_after_refresh(self.transcript.scroll_to_widget, first, animate=False, top=True)
+        self.call_after_refresh(self.transcript.more_came)
 
     async def say(self, text: str, *, markdown: bool = False) -> None:
         """Say something that is no part of the conversation."""
@@ -221,9 +225,13 @@ class ChatViewScreen(Screen[None]):
     def pulling(self) -> str:
         return ""
 
+    @property
+    def loading_words(self) -> str:
+        """How far the model is loaded; "" once it is."""
+        return self.client.engine.progress().words(one_line(self.model)) if self.client.engine is not None else ""
+
     def _show_head(self) -> None:
-        engine = self.client.engine
-        loading = engine.progress().words(self.model) if engine is not None else ""
+        engine, loading = self.client.engine, self.loading_words
         attached = f"attached to {engine.where}" if engine is not None and engine.where else ""
         width = self._columns or self.size.width
         speed = self.speed
@@ -255,7 +263,7 @@ class ChatViewScreen(Screen[None]):
         self.query_one(StatusLine).show(n)
         self._show_head()
         if self.query_one(GlassPanel).wanted:
-            self.query_one(GlassPanel).show(self.physics, self.speed)
+            self.query_one(GlassPanel).show(self.physics, self.speed, self.loading_words)
 
     @property
     def speed(self) -> AnswerSpeed | None:

@@ -118,7 +118,7 @@ class GlassScreen(ModalScreen[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(GLASS)
 
-    def __init__(self, read: Callable[[], tuple[ModelPhysics | None, AnswerSpeed | None]]) -> None:
+    def __init__(self, read: Callable[[], tuple[ModelPhysics | None, AnswerSpeed | None, str]]) -> None:
         super().__init__()
         self._read = read
 
@@ -135,7 +135,8 @@ class GlassScreen(ModalScreen[None]):
         self.dismiss(None)
 
     def _draw(self) -> None:
-        self.query_one(Static).update("\n".join(panel_lines(*self._read())))
+        physics, speed, loading = self._read()
+        self.query_one(Static).update("\n".join(panel_lines(physics, speed, loading=loading)))
 
 
 class ToolApproval(ModalScreen[bool]):
@@ -190,7 +191,7 @@ async def open_help(chat: ChatViewScreen, _: str) -> None:
 async def open_glass(chat: ChatViewScreen, _: str) -> None:
     """/glass: show or hide the panel; on a screen of its own where there is no room beside the conversation."""
     if chat.size.width < LEAST_COLUMNS:
-        await chat.app.push_screen(GlassScreen(lambda: (chat.physics, chat.speed)))
+        await chat.app.push_screen(GlassScreen(lambda: (chat.physics, chat.speed, chat.loading_words)))
     else:
         chat.query_one(GlassPanel).toggle()
         chat.show_counts()

@@ -24,7 +24,7 @@ from localllm_tui.control.client import ChatClient
 from localllm_tui.control.formatting import elide
 from localllm_tui.control.keys import FILES, KeyContext, hints
 from localllm_tui.control.meter import FileCost
-from localllm_tui.control.terminal import printable
+from localllm_tui.control.terminal import one_line
 from localllm_tui.screens.background import start
 from localllm_tui.widgets.line_filters import title
 
@@ -95,7 +95,7 @@ class FilePicker(ModalScreen[Path | None]):
     def _choose(self, name: str) -> None:
         refused = self._costs.get(name, FileCost()).refused
         if refused:
-            self.query_one("#found", Static).update(f"{printable(name)} can't go along: {refused}")
+            self.query_one("#found", Static).update(f"{one_line(name)} can't go along: {refused}")
         else:
             self.dismiss(self._folder / name)
 
@@ -142,7 +142,7 @@ class FilePicker(ModalScreen[Path | None]):
     def _line(self, name: str) -> RichText:
         width = max(30, min(100, self.app.size.width * 9 // 10) - 8)
         cost = self._costs.get(name, FileCost()).words
-        shown = elide(printable(name), width - len(cost) - 2)
+        shown = elide(one_line(name), width - len(cost) - 2)
         return RichText(shown + " " * max(2, width - len(cost) - cell_len(shown)) + cost)
 
 

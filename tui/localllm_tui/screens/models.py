@@ -64,7 +64,7 @@ class ModelsScreen(ModalScreen[str | None]):
     ModelsScreen #details { height: auto; max-height: 6; border-top: solid $panel; }
     ModelsScreen #pulls { height: auto; max-height: 3; color: $accent; }
     ModelsScreen #keys { height: auto; text-style: dim; }
-    ModelsScreen Input { height: 1; border: none; padding: 0; display: none; }
+    ModelsScreen Input { display: none; }
     ModelsScreen Input.-asked { display: block; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(MODELS)
@@ -109,7 +109,11 @@ class ModelsScreen(ModalScreen[str | None]):
                 yield Slider(
                     "memory", interfaces.MEMORIES_GB, _memory_words, value=int(request.memory_gb), name="memory"
                 )
-            yield Input(placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"', id="typed")
+            yield Input(
+                placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"',
+                id="typed",
+                compact=True,
+            )
             yield Static("", id="columns", markup=False)
             yield OptionList()
             yield Static("", id="details", markup=False)
@@ -193,8 +197,8 @@ class ModelsScreen(ModalScreen[str | None]):
         self._show_details()
 
     def _line(self, choice: PlanChoice) -> str:
-        mark = "+" if choice.ref in self._marked else ""
-        return plan_line(choice, self._columns, self._pulls.of(choice.ref)) + mark
+        marked = choice.ref in self._marked
+        return plan_line(choice, self._columns, self._pulls.of(choice.ref), marked=marked)
 
     def _highlighted_key(self) -> str:
         option = self.query_one(OptionList).highlighted_option

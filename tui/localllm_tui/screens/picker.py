@@ -63,7 +63,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "conversations" if self.within is None else "find in this conversation"
-            box.border_subtitle = hints(KeyContext.CHOOSING)
+            box.border_subtitle = hints(KeyContext.CHOOSING if self.within is None else KeyContext.FINDING)
             looks_in = "titles and texts" if self.within is None else "all that was said here, on every branch"
             yield Input(self.query_text, placeholder=f"search {looks_in}")
             tree: Tree[TurnPlace] = Tree("")

@@ -26,6 +26,7 @@ class GlassPanel(Static):
         super().__init__("", id="glass", markup=False)
         self.physics: ModelPhysics | None = None
         self.speed: AnswerSpeed | None = None
+        self.loading_words = ""
 
     @property
     def wanted(self) -> bool:
@@ -41,11 +42,11 @@ class GlassPanel(Static):
         """Make room for the conversation where the terminal is `narrow`."""
         self.set_class(narrow, "narrow")
 
-    def show(self, physics: ModelPhysics | None, speed: AnswerSpeed | None) -> None:
-        if (physics, speed) != (self.physics, self.speed):
-            self.physics, self.speed = physics, speed
+    def show(self, physics: ModelPhysics | None, speed: AnswerSpeed | None, loading: str = "") -> None:
+        if (physics, speed, loading) != (self.physics, self.speed, self.loading_words):
+            self.physics, self.speed, self.loading_words = physics, speed, loading
             self._draw()
 
     def _draw(self) -> None:
         if self.wanted:
-            self.update("\n".join(panel_lines(self.physics, self.speed)))
+            self.update("\n".join(panel_lines(self.physics, self.speed, loading=self.loading_words)))

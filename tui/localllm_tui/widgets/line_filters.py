@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
 from textual.color import Color
 from textual.content import Content
 from textual.filter import LineFilter
 
 from localllm_tui.control.terminal import printable
+from localllm_tui.widgets.contrast import contrast
 
 
 class NoControls(LineFilter):
@@ -31,17 +35,33 @@ def label(text: str) -> Content:
 
 
 class NoColors(LineFilter):
-    """Removes colours from each style; bold, dim, underline and reverse stay."""
+    """Removes colours from each style; bold, dim, underline and reverse stay. What a colour alone marks, a cursor of any
+    list or a selection, stands on another ground than the rest: it is reversed."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [Segment(text, style and style.without_color, control) for text, style, control in segments]
+        return [Segment(text, style and _uncoloured(style, background), control) for text, style, control in segments]
 
 
-# Where a colour alone marks something, reverse marks it instead.
+# Panels and shades behind code are closer to the ground than this, cursors further from it.
+_STANDS_OUT = 2.0
+
+
+@lru_cache(maxsize=1024)
+def _uncoloured(style: Style, background: Color) -> Style:
+    ground = style.bgcolor
+    if style.reverse or ground is None or ground.is_default:
+        return style.without_color
+    apart = contrast(Color.from_rich_color(ground), background) >= _STANDS_OUT
+    return style.without_color + Style(reverse=True) if apart else style.without_color
+
+
+# Cursors that are a shade, or a colour of the text: of another ground, NoColors reverses them.
 CSS = """
 TextArea:nocolor .text-area--cursor { text-style: reverse; }
 TextArea:nocolor .text-area--selection { text-style: reverse; }
 Input:nocolor > .input--cursor { text-style: reverse; }
-OptionList:nocolor > .option-list--option-highlighted { text-style: reverse; }
+OptionList:nocolor > .option-list--option-highlighted { background: $foreground; color: $background; }
+Tree:nocolor > .tree--cursor { background: $foreground; color: $background; }
+Slider:nocolor:focus { background: $foreground; color: $background; }
 Screen:nocolor .screen--selection { text-style: reverse; }
 """

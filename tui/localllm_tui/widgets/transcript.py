@@ -12,12 +12,13 @@ from textual.widgets import Static
 
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.keys import TURN
+from localllm_tui.control.terminal import one_line
 from localllm_tui.messages import EarlierWanted, LaterWanted, SelectionEnded, TurnAsked, TurnClicked, TurnSelected
 
 
 def headline(who: str, place: tuple[int, int]) -> str:
     """The line above a turn; `place` is which version of how many."""
-    at, of = place
+    at, of, who = *place, one_line(who)
     return f"{who}  ◂ {at}/{of} ▸" if of > 1 else who
 
 
@@ -67,7 +68,7 @@ class Transcript(VerticalScroll):
     """
 
     following = True
-    _anchored_here = False
+    _anchored_here = _wanted_more = False
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(TURN)
 
@@ -154,18 +155,28 @@ class Transcript(VerticalScroll):
             self._anchored_here = True
             self.anchor()
 
+    def _want_more(self, step: int) -> None:
+        """At either end, more turns are wanted; once for all the keys and wheel steps until they are there."""
+        at_end = self.scroll_y <= 0 if step < 0 else self.scroll_y >= self.max_scroll_y
+        if at_end and not self._wanted_more:
+            self._wanted_more = True
+            self.post_message(EarlierWanted() if step < 0 else LaterWanted())
+
+    def more_came(self) -> None:
+        """What was wanted is on screen."""
+        self._wanted_more = False
+
     def page(self, pages: int) -> None:
         """Scroll by screenfuls; at either end, more is wanted."""
-        if pages < 0 and self.scroll_y <= 0:
-            self.post_message(EarlierWanted())
-        if pages > 0 and self.scroll_y >= self.max_scroll_y:
-            self.post_message(LaterWanted())
+        self._want_more(pages)
         before = self.scroll_target_y
         self.scroll_relative(y=pages * max(1, self.size.height - 2), animate=False)
         self.following = pages > 0 and before + self.size.height >= self.max_scroll_y - 1
 
     def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
         self.following = False
+        self._want_more(-1)
 
     def on_mouse_scroll_down(self, _: events.MouseScrollDown) -> None:
+        self._want_more(1)
         self.following = self.scroll_target_y >= self.max_scroll_y - 3

@@ -11,7 +11,7 @@ from textual.widgets import Static
 from localllm.conversation.history import StoredMessage
 from localllm_tui.control.attachments import files_of, typed_in, urls_in
 from localllm_tui.control.session import Session
-from localllm_tui.control.terminal import printable
+from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.messages import EarlierWanted, LaterWanted
 from localllm_tui.widgets import thumbnails
 from localllm_tui.widgets.answer import AnswerView
@@ -46,7 +46,7 @@ class QuestionView(TurnView):
     def compose(self) -> ComposeResult:
         yield self._headline()
         if self.attached:
-            yield Static("attached: " + printable(", ".join(self.attached)), classes="files", markup=False)
+            yield Static("attached: " + one_line(", ".join(self.attached)), classes="files", markup=False)
         if self.pictures and thumbnails.possible():
             yield thumbnails.Thumbnails(self.pictures)
         if self.text:

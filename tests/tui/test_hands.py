@@ -1,0 +1,216 @@
+"""The keys, the wheel and the paste that people bring from other programs, and names that fit no line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.conversation.history import History
+from localllm_tui.control.client import of_a_person
+from localllm_tui.control.interfaces import EngineProgress
+from localllm_tui.control.meter import StatusFigures, status_text
+from localllm_tui.control.session import Session
+from localllm_tui.line_chat import WrappedLines
+from localllm_tui.screens.models import ModelsScreen
+from tui.conftest import Driver
+from tui.scripted_models import ScriptedModelService, choice
+from tui.scripted_sse import ScriptedServer
+from tui.test_images import PIXEL
+
+
+def reversed_text(d: Driver) -> str:
+    """What the terminal shows in reverse: a cursor that needs no colour."""
+    filters = d.app.get_line_filters()
+    said = ""
+    for strip in d.app.screen._compositor.render_strips():
+        for line_filter in filters:
+            strip = strip.apply_filter(line_filter, d.app.screen.styles.background)
+        said += "".join(s.text for s in strip if s.style is not None and s.style.reverse) + "\n"
+    return said
+
+
+@pytest.mark.parametrize("key", ["ctrl+o", "at", "f4", "ctrl+f"])
+def test_the_cursor_of_every_list_is_seen_without_colours(
+    drive: Any, history: History, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alpha.txt").write_text("a")
+    session = Session(history, "scripted")
+    session.ask("alpha")
+
+    async def play(d: Driver) -> None:
+        await d.press(key)
+        await d.until(lambda: "alpha" in reversed_text(d).lower())
+
+    drive(play, resume=session.id, model_service=ScriptedModelService(choice("alpha"), choice("beta")))
+
+
+def test_the_machine_that_is_typed_is_seen(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f4")
+        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
+        await d.press("m", *"rtx")
+        assert "rtx" in d.screen()
+        await d.press("enter", "space")
+        await d.until(lambda: "rtx" in d.screen())
+        line = next(line for line in d.screen().splitlines() if "ALPHA" in line)
+        assert line.split()[-2:] == ["0.5", "s"]  # the mark is not glued to a figure
+        assert "+ALPHA" in line
+
+    drive(play, model_service=ScriptedModelService(choice("alpha"), choice("beta")))
+
+
+def test_ctrl_d_in_a_text_removes_and_in_an_empty_input_quits(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.type("abc")
+        await d.press("home", "ctrl+d")
+        assert d.app.chat.composer.text == "bc"
+        assert d.app.is_running
+        await d.press("ctrl+o", "x", "home", "ctrl+d")
+        assert d.app.is_running
+        await d.press("escape", "ctrl+d", "ctrl+d", "ctrl+d")
+        assert d.app._exit
+
+    drive(play)
+
+
+def test_ctrl_c_clears_then_quits_on_the_second(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.type("a question")
+        await d.press("ctrl+c")
+        assert d.app.chat.composer.text == ""
+        await d.press("ctrl+z")
+        assert d.app.chat.composer.text == "a question"
+        await d.press("ctrl+c", "ctrl+c")
+        assert not d.app._exit
+        await d.press("ctrl+c")
+        assert d.app._exit
+
+    drive(play)
+
+
+def test_the_wheel_loads_earlier_turns_up_to_the_first(drive: Any, history: History) -> None:
+    session = Session(history, "scripted")
+    for n in range(40):
+        session.ask(f"turn {n}.")
+        answer = session.answer()
+        answer.add(f"answer {n}")
+        answer.finish({"finish_reason": "stop"})
+
+    async def play(d: Driver) -> None:
+        transcript = d.app.chat.transcript
+        await d.until(lambda: transcript.max_scroll_y > 0)
+
+        def turned() -> bool:
+            transcript._on_mouse_scroll_up(wheel)
+            transcript.on_mouse_scroll_up(wheel)
+            return "turn 0." in d.screen()
+
+        from textual.events import MouseScrollUp
+
+        wheel = MouseScrollUp(transcript, 5, 5, 0, -1, 0, False, False, False)
+        await d.until(turned)
+        assert len(transcript.views) == 80
+
+    drive(play, resume=session.id)
+
+
+def test_an_image_is_refused_before_it_is_asked_with(drive: Any, tmp_path: Path) -> None:
+    (tmp_path / "shot.png").write_bytes(PIXEL)
+
+    async def refuse(*_: Any) -> tuple[None, str]:
+        return None, of_a_person("messages[0].content[0]: this model reads text only, not images")
+
+    async def play(d: Driver) -> None:
+        d.app.chat.client.counted = refuse
+        await d.send(f"/attach {tmp_path / 'shot.png'}")
+        await d.until(lambda: "reads text only" in " ".join(d.screen().split()))
+        assert "messages[" not in d.screen()
+        assert d.app.chat.attached == []
+
+    drive(play)
+
+
+def test_no_error_names_a_place_in_a_request() -> None:
+    for spot in ("messages[2].content[0]", "messages.2.content.0.image_url", "input[0].content[1].text"):
+        assert of_a_person(f"{spot}: this model reads text only") == "this model reads text only"
+    assert of_a_person("it has 3 messages: too many") == "it has 3 messages: too many"
+
+
+class Loading:
+    """An engine that is loading, half way."""
+
+    model, api_key, unix_socket, where = "scripted", None, "", ""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def progress(self) -> EngineProgress:
+        return EngineProgress("loading", 0.5)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_what_a_token_costs_while_the_model_loads(drive: Any, server: ScriptedServer, columns: int) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f3")
+        await d.until(lambda: "Still loading scripted 50%" in d.screen())
+        assert "does not say" not in d.screen()
+
+    drive(play, engine=Loading(server.base_url), size=(columns, 24))
+
+
+def test_find_hints_at_what_it_does(drive: Any, history: History) -> None:
+    session = Session(history, "scripted")
+    session.ask("alpha")
+
+    async def play(d: Driver) -> None:
+        await d.press("ctrl+f")
+        await d.until(lambda: "goes there" in d.screen())
+        assert "removes" not in d.screen()
+
+    drive(play, resume=session.id)
+
+
+def test_a_key_that_has_nothing_to_do_says_so(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f2")
+        await d.until(lambda: "nothing was said yet" in d.screen())
+
+    drive(play, toasts=True)
+
+
+def test_a_name_is_one_line_whatever_it_holds(drive: Any, history: History) -> None:
+    evil = "first\nsecond\r\n third"
+    assert "\n" not in status_text(StatusFigures(evil), 60)
+
+    async def play(d: Driver) -> None:
+        assert "first second third" in d.screen()
+        for row in ("╭─ message", "╰──"):
+            assert row in d.screen()
+
+    session = Session(history, evil)
+    session.ask("alpha")
+    session.rename(evil)
+    drive(play)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7, 1000])
+def test_lines_are_broken_between_words_however_they_come(cut: int) -> None:
+    text = (
+        "some words of a text, 日本語 日本語 日本語 and a-very-long-word-without-any-space-in-it here\n\n  indented\n"
+    )
+    lines = WrappedLines(20)
+    said = "".join(lines.add(text[i : i + cut]) for i in range(0, len(text), cut)) + lines.rest()
+    assert "".join(said.split()) == "".join(text.split())
+    from rich.cells import cell_len
+
+    assert all(cell_len(line) <= 20 or "a-very-long" in line for line in said.splitlines())
+    assert said.endswith("\n\n  indented\n")
+    assert WrappedLines(0).add(text) == text
