@@ -101,6 +101,11 @@ class Driver:
         await self.type(text)
         await self.press("enter")
 
+    def reversed(self) -> str:
+        """What the terminal shows in reverse: a cursor that needs no colour."""
+        lines = self.app.screen._compositor.render_strips()
+        return "\n".join("".join(s.text for s in line if s.style is not None and s.style.reverse) for line in lines)
+
     def screen(self) -> str:
         """What the terminal shows, line by line."""
         from rich.segment import Segment

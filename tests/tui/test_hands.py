@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
+from textual.events import MouseScrollUp
 
 from localllm.conversation.history import History
 from localllm_tui.control.client import of_a_person
@@ -20,17 +22,6 @@ from tui.scripted_sse import ScriptedServer
 from tui.test_images import PIXEL
 
 
-def reversed_text(d: Driver) -> str:
-    """What the terminal shows in reverse: a cursor that needs no colour."""
-    filters = d.app.get_line_filters()
-    said = ""
-    for strip in d.app.screen._compositor.render_strips():
-        for line_filter in filters:
-            strip = strip.apply_filter(line_filter, d.app.screen.styles.background)
-        said += "".join(s.text for s in strip if s.style is not None and s.style.reverse) + "\n"
-    return said
-
-
 @pytest.mark.parametrize("key", ["ctrl+o", "at", "f4", "ctrl+f"])
 def test_the_cursor_of_every_list_is_seen_without_colours(
     drive: Any, history: History, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
@@ -43,7 +34,8 @@ def test_the_cursor_of_every_list_is_seen_without_colours(
 
     async def play(d: Driver) -> None:
         await d.press(key)
-        await d.until(lambda: "alpha" in reversed_text(d).lower())
+        await d.until(lambda: "alpha" in d.reversed().lower())
+        assert "beta" not in d.reversed().lower()
 
     drive(play, resume=session.id, model_service=ScriptedModelService(choice("alpha"), choice("beta")))
 
@@ -63,31 +55,45 @@ def test_the_machine_that_is_typed_is_seen(drive: Any) -> None:
     drive(play, model_service=ScriptedModelService(choice("alpha"), choice("beta")))
 
 
+def counted_exits(d: Driver) -> list[str]:
+    """Has the chat note that it would leave, and stay."""
+    left: list[str] = []
+
+    async def leave() -> None:
+        left.append("left")
+
+    d.app.chat.leave = leave
+    return left
+
+
 def test_ctrl_d_in_a_text_removes_and_in_an_empty_input_quits(drive: Any) -> None:
     async def play(d: Driver) -> None:
+        left = counted_exits(d)
         await d.type("abc")
         await d.press("home", "ctrl+d")
         assert d.app.chat.composer.text == "bc"
-        assert d.app.is_running
         await d.press("ctrl+o", "x", "home", "ctrl+d")
-        assert d.app.is_running
-        await d.press("escape", "ctrl+d", "ctrl+d", "ctrl+d")
-        assert d.app._exit
+        assert left == []
+        await d.press("escape", "ctrl+d", "ctrl+d")
+        assert left == []
+        await d.press("ctrl+d")
+        assert left == ["left"]
 
     drive(play)
 
 
 def test_ctrl_c_clears_then_quits_on_the_second(drive: Any) -> None:
     async def play(d: Driver) -> None:
+        left = counted_exits(d)
         await d.type("a question")
         await d.press("ctrl+c")
         assert d.app.chat.composer.text == ""
         await d.press("ctrl+z")
         assert d.app.chat.composer.text == "a question"
         await d.press("ctrl+c", "ctrl+c")
-        assert not d.app._exit
+        assert left == []
         await d.press("ctrl+c")
-        assert d.app._exit
+        assert left == ["left"]
 
     drive(play)
 
@@ -105,13 +111,9 @@ def test_the_wheel_loads_earlier_turns_up_to_the_first(drive: Any, history: Hist
         await d.until(lambda: transcript.max_scroll_y > 0)
 
         def turned() -> bool:
-            transcript._on_mouse_scroll_up(wheel)
-            transcript.on_mouse_scroll_up(wheel)
+            transcript.post_message(MouseScrollUp(transcript, 5, 5, 0, -1, 0, False, False, False))
             return "turn 0." in d.screen()
 
-        from textual.events import MouseScrollUp
-
-        wheel = MouseScrollUp(transcript, 5, 5, 0, -1, 0, False, False, False)
         await d.until(turned)
         assert len(transcript.views) == 80
 
@@ -209,8 +211,6 @@ def test_lines_are_broken_between_words_however_they_come(cut: int) -> None:
     lines = WrappedLines(20)
     said = "".join(lines.add(text[i : i + cut]) for i in range(0, len(text), cut)) + lines.rest()
     assert "".join(said.split()) == "".join(text.split())
-    from rich.cells import cell_len
-
     assert all(cell_len(line) <= 20 or "a-very-long" in line for line in said.splitlines())
     assert said.endswith("\n\n  indented\n")
     assert WrappedLines(0).add(text) == text
