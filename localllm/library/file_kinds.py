@@ -53,9 +53,17 @@ def of_header(file: Path) -> Kind | None:
 
     header = _peeked(file)
     if header is None:
-        return None
+        return "pointer" if _is_pointer(file) else None
     # The first part of a split may hold no tensors of its own (llama-gguf-split --no-tensor-first-split).
     return kinds.of_header(header[0], header[1] if names.split_of(file.name) is None else 1)
+
+
+def _is_pointer(file: Path) -> bool:
+    """True for what Git leaves in a large file's place where LFS did not run (git-lfs, docs/spec.md: below 1,024 bytes)."""
+    try:
+        return file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs")
+    except OSError:
+        return False
 
 
 def said_names(file: Path) -> frozenset[str]:

@@ -16,7 +16,7 @@ from localllm_catalog.quants import MIXTURES
 
 Kind = Literal[
     "model", "embedding", "reranker", "projector", "drafter", "adapter", "imatrix", "vocabulary", "vocoder", "image model",
-    "speech model", "side file",
+    "speech model", "side file", "pointer",
 ]  # fmt: skip
 MODELS: frozenset[Kind] = frozenset({"model", "embedding", "reranker"})
 # What each companion is in words, and what to do with it.
@@ -30,6 +30,7 @@ WORDS: Mapping[Kind, tuple[str, str]] = {
     "image model": ("an image or video model", "a diffusion program runs it; name a language model's file"),
     "speech model": ("a speech recogniser", "whisper.cpp runs it; name a language model's file"),
     "side file": ("a side file of macOS (attributes of the file without ._)", "name the file without ._"),
+    "pointer": ("a Git LFS pointer, not the file itself", "run `git lfs pull` there, or download the file again"),
 }
 
 # --- by its header --------------------------------------------------------------------------------------------------
@@ -197,12 +198,14 @@ def model_words(name: str) -> tuple[str, ...]:
 def own_projectors(model: str, models: Sequence[str], projectors: Sequence[str], *, one_repo: bool) -> list[str]:
     """Those of `projectors` (names) that belong to `model`, one of the `models` they lie beside.
 
-    Beside quants of one model all do. Among several models it is the one its name says; a name that says none counts in
-    a repository (`one_repo`), whose files belong together, and nowhere else.
+    In a repository all do beside quants of one model, in a folder those whose names mean no other. Among several models it is
+    the one its name says; a name that says none counts in a repository (`one_repo`), whose files belong together, and nowhere
+    else.
     """
     kinds = {model_words(name) for name in models} if projectors else set()
     if len(kinds) == 1:
-        return list(projectors)
+        # One word ("p2", "vision") may be anything; several are a model's name.
+        return [p for p in projectors if one_repo or len(words := projector_words(p)) < 2 or _named(words, kinds)]
     mine = []
     for name in projectors:
         words = projector_words(name)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from library.hub import Hub
 from localllm.cli.commands.models_view import listing
-from localllm.errors import DownloadError, ModelFileError
+from localllm.errors import DownloadError, ModelFileError, UsageError
 from localllm.library import store, variants
 from localllm.library.catalog import load_catalog, read_model
 from localllm.library.describe import describe
@@ -199,6 +199,28 @@ def test_projectors_in_a_folder_of_several_models_go_to_their_own(tmp_path: Path
     assert found == {
         "Alpha-9B-Q4_K_M": "", "Alpha-9B-Q8_0": "", "beta-26B-it-Q4_K_M": "beta-26B-it.mmproj-f16.gguf", "Gamma-2B-Q8_0": "p.gguf",
     }  # fmt: skip
+
+
+def test_a_projector_named_for_another_model_is_nobodys_even_beside_one_model(tmp_path: Path) -> None:
+    tiny_gguf.write_llama(tmp_path / "Qwen3-VL-8B-Q4_K_M.gguf")
+    companion(tmp_path / "mmproj-gemma-3-4b-it-f16.gguf", "clip")
+    assert [m.mmproj for m in store.adopt(tmp_path)] == [None]
+    for its_own in ("mmproj-F16.gguf", "mmproj-Qwen3-VL-8B-Instruct-f16.gguf"):
+        made = companion(tmp_path / its_own, "clip")
+        assert [m.mmproj for m in store.adopt(tmp_path)] == [made], its_own
+        made.unlink()
+
+
+def test_what_git_leaves_where_lfs_did_not_run_is_no_model(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4368439584\n"
+    (tmp_path / "Qwen3-8B-Q4_K_M.gguf").write_bytes(pointer)
+    with pytest.raises(UsageError, match=r"Qwen3-8B-Q4_K_M.gguf is a Git LFS pointer"):
+        store.adopt(tmp_path)
+    tiny_gguf.write_llama(tmp_path / "Qwen3-8B-Q8_0.gguf")
+    assert [m.quant for m in store.adopt(tmp_path)] == ["Q8_0"]
+    with pytest.raises(ModelFileError, match="Git LFS pointer") as e:
+        resolve(str(tmp_path / "Qwen3-8B-Q4_K_M.gguf"))
+    assert "git lfs pull" in e.value.hint
 
 
 def _rename(path: Path, name: str) -> None:
