@@ -69,36 +69,15 @@ def choose(top: TopRows, specs: Seq[SampleSpec]) -> list[int | None]:
         if _changes(spec):
             logits = logits.copy() if logits is top.logits else logits
             logits[i] = _changed(top.ids[i], top.logits[i], spec)
-    best = logits.max(axis=1, keepdims=True)
+    if all(s.temperature <= 0 for s in specs):
+        best = logits.max(axis=1, keepdims=True)
+        ids = np.where(logits == best, top.ids, np.int32(0x7FFFFFFF)).min(axis=1)
+        return _decided(ids, (best > top.logits.min(axis=1, keepdims=True))[:, 0] & (best < np.inf)[:, 0])
     # Of those with the least logit others may have been left out.
     least = top.logits.min(axis=1, keepdims=True)
-    good = (best[:, 0] > least[:, 0]) & (best[:, 0] < np.inf)
-    if all(s.temperature <= 0 for s in specs):
-        ids = np.where(logits == best, top.ids, np.int32(0x7FFFFFFF)).min(axis=1)
-        return _decided(ids, good)
-    wanted = np.array(
-        [
-            (s.temperature, s.top_k, s.top_p if s.top_p < 1.0 else math.inf, s.min_p, s.uniform)
-            if s.temperature > 0
-            else _COLD
-            for s in specs
-        ]
-    )
-    # What a rank says counts only above the least one.
-    ranks = (logits > least).sum(axis=1)
-    whole = wanted[:, 1] == 0
-    totals = np.zeros(len(specs)) if top.totals is None else top.totals
-    if whole.any():
-        good &= ~whole | [t > 0 and not _changes(s) for t, s in zip(totals, specs, strict=True)]
-        wanted[:, 1] = np.where(whole, ranks, wanted[:, 1])
-    good &= ranks >= wanted[:, 1]
-    if not good.any():
-        return [None] * len(specs)
-    if not good.all():
-        # Whatever those are, they are not taken.
-        logits, wanted = np.where(good[:, None], logits, np.float32(0)), np.where(good[:, None], wanted, _COLD)
-    tokens, known = _drawn(TopRows(top.ids, logits, np.where(whole & good, totals, 0.0)), wanted)
-    return _decided(tokens, good & known)
+    # What is no number, or nothing but forbidden, is not taken.
+    with np.errstate(invalid="ignore"):
+        return _decided(*_drawn(TopRows(top.ids, logits, top.totals), least, specs))
 
 
 def _decided(tokens: Ids, good: NDArray[np.bool_]) -> list[int | None]:
@@ -142,42 +121,63 @@ def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDAr
     return hit, at[hit]
 
 
-def _drawn(top: TopRows, wanted: NDArray[np.float64]) -> tuple[Ids, NDArray[np.bool_]]:
-    """One token of each row by its (temperature, top_k, top_p, min_p, uniform), and whether it is that. Where a row's total is above 0
-    its top_k are but the first of all."""
+def _drawn(top: TopRows, least: Rows, specs: Seq[SampleSpec]) -> tuple[Ids, NDArray[np.bool_]]:
+    """One token of each row, of which only those above `least` have a rank that counts; and whether it is that."""
+    n, k = top.logits.shape
+    rows = np.arange(n)
+    wanted = np.array(
+        [
+            (s.temperature, s.top_k, s.top_p if s.top_p < 1.0 else math.inf, s.min_p, s.uniform)
+            if s.temperature > 0
+            else _COLD
+            for s in specs
+        ]
+    )
     temperature, top_k, top_p, min_p, uniform = (wanted[:, i : i + 1] for i in range(5))
-    assert top.totals is not None
-    totals, rows = top.totals[:, None], np.arange(len(wanted))
-    width = int(top_k.max())
     # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
-    ranked = -np.sort(-top.logits, axis=1)[:, :width]
-    far = ranked.astype(np.float64)
+    ranked = np.sort(-top.logits, axis=1)
+    np.negative(ranked, out=ranked)
+    totals = None
+    if any(unlimited(s) for s in specs):
+        # What they all weigh together says what the first of them are worth.
+        told = [unlimited(s) and not _changes(s) for s in specs]
+        totals = np.where(told, top.totals if top.totals is not None else 0.0, 0.0)[:, None]
+        top_k = np.where(totals > 0, np.count_nonzero(ranked > least, axis=1)[:, None], top_k)
+    width = min(int(top_k.max()), k)
+    last = np.clip(top_k, 1, k)[:, 0].astype(np.int64) - 1
+    good = (ranked[rows, last] > least[:, 0]) & (ranked[:, 0] < np.inf) & (top_k[:, 0] > 0)
+    far = ranked[:, :width].astype(np.float64)
     far -= far[:, :1].copy()
     weights = np.exp(far)
-    tempered = weights.copy() if (temperature == 1.0).all() else np.exp(far / temperature)
-    if top_k.min() < width:
-        limited = np.arange(width) < top_k
-        weights *= limited
-        tempered *= limited
-    # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the best.
-    summed = np.add.accumulate(weights, axis=1)
-    kept = weights >= min_p
-    kept[:, 1:] &= summed[:, :-1] < top_p * np.where(totals > 0, totals, summed[:, -1:])
-    tempered *= kept
+    tempered = np.exp(far / temperature) if (temperature != 1.0).any() else weights
+    if last.min() < width - 1:
+        limited = np.arange(width) <= last[:, None]
+        weights, tempered = weights * limited, tempered * limited
+    if (filtered := (top_p < math.inf) | (min_p > 0)).any():
+        # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the best.
+        summed = np.add.accumulate(weights, axis=1)
+        kept = weights >= min_p
+        kept[:, 1:] &= summed[:, :-1] < top_p * (
+            summed[:, -1:] if totals is None else np.where(totals > 0, totals, summed[:, -1:])
+        )
+        if totals is not None:
+            # Where they leave the last of them they may leave others too.
+            good &= ~((totals > 0) & filtered)[:, 0] | ~kept[rows, last]
+        tempered = tempered * kept
     reached = np.add.accumulate(tempered, axis=1)
-    mass, known = reached[:, -1:], np.ones(len(wanted), dtype=np.bool_)
-    if (totals > 0).any():
-        # Where the filters leave the last of them they may leave others too. What those weigh is known at temperature 1.
-        on = (totals > 0) & kept[rows, top_k[:, 0].astype(np.int64) - 1, None]
-        told = (temperature == 1.0) & (top_p == math.inf) & (min_p == 0.0)
-        mass = np.where(on & told, np.maximum(totals, mass), mass)
-        known = (~on | (told & (uniform * mass < reached[:, -1:])))[:, 0]
+    mass = reached[:, -1:]
+    if totals is not None:
+        # What the others weigh is known at temperature 1.
+        beyond = (totals > 0) & ~filtered
+        mass = np.where(beyond, np.maximum(totals, mass), mass)
+        good &= ~beyond[:, 0] | ((temperature == 1.0) & (uniform * mass < reached[:, -1:]))[:, 0]
     goal = np.minimum(uniform * mass, np.nextafter(reached[:, -1:], 0.0))
     rank = (reached <= goal).argmin(axis=1)
     drawn = ranked[rows, rank, None]
     hit = top.logits == drawn
     tokens: Ids = top.ids[rows, hit.argmax(axis=1)]
-    for i in np.flatnonzero(hit.sum(axis=1) > 1):
-        # Equals are ranked by id.
-        tokens[i] = np.sort(top.ids[i, hit[i]])[rank[i] - np.count_nonzero(ranked[i] > drawn[i])]
-    return tokens, known
+    if np.count_nonzero(hit) > n:
+        for i in np.flatnonzero(hit.sum(axis=1) > 1):
+            # Equals are ranked by id.
+            tokens[i] = np.sort(top.ids[i, hit[i]])[rank[i] - np.count_nonzero(ranked[i] > drawn[i])]
+    return tokens, good
