@@ -14,6 +14,11 @@ die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 "$PYTHON" -c 'import build, cyclonedx_py, localllm' 2>/dev/null ||
 	die "$PYTHON lacks what makes a release" "$PYTHON -m pip install -e . -r packaging/release-tools.txt"
 VERSION=$("$PYTHON" -c 'import localllm; print(localllm.__version__)')
+# A wheel of a name that is somebody else's on the index would be installed over theirs, or theirs over ours.
+NAME=$("$PYTHON" -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["name"])')
+if [ -z "${NAME_IS_OURS:-}" ] && "$PYTHON" -m pip --disable-pip-version-check index versions "$NAME" >/dev/null 2>&1; then
+	die "the package index has a distribution $NAME" "set another name in pyproject.toml, or NAME_IS_OURS=1 if that one is ours"
+fi
 # The day of the newest commit: two builds of it are the same, byte for byte.
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
 export SOURCE_DATE_EPOCH

@@ -45,6 +45,7 @@ def doctor(
 
     from localllm import paths
     from localllm.cli.doctor_checks import speed_checks, token_checks
+    from localllm.cli.own_name import name_checks
     from localllm.device import in_use
     from localllm.device.detect import hardware
     from localllm.device.health import judge
@@ -54,7 +55,7 @@ def doctor(
     found = hardware()
     facts = replace(health.read(paths.cache_dir(), paths.data_dir()), llama_cpp=in_use.build_here(fresh=True))
     checks = [
-        *judge(found, facts), *token_checks(facts.llama_cpp), *speed_checks(), *kv_checks(paths.kv_evidence_dir()),
+        *judge(found, facts), *token_checks(facts.llama_cpp), *speed_checks(), *name_checks(), *kv_checks(paths.kv_evidence_dir()),
     ]  # fmt: skip
     if as_json:
         body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
