@@ -79,9 +79,7 @@ TABLE: tuple[Setting, ...] = (
     Setting("tls_key", str, None, "file with the certificate's private key (default: in the certificate's file)"),
     Setting("context", int, None, "served context in tokens (automatic: what the plan says fits)"),
     Setting("kv_type", str, "auto", "element type of the KV cache", ("auto", "f16", "q8_0", "q8_0/q4_0", "q4_0")),
-    Setting(
-        "draft", str, "auto", "speculative drafting: auto, off, ngram, mtp (the model's own heads), or a draft MODEL"
-    ),
+    Setting("draft", str, "auto", "drafting: auto, off, ngram, mtp (own heads), a trained drafter, or a draft MODEL"),
     Setting("backend", str, "auto", "engine to run with", _engines),
     Setting(
         "build", str, None, "build of llama.cpp to run, of `localllm setup --list` (automatic: the one chosen there)"

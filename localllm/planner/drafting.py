@@ -25,6 +25,10 @@ _OF_MOST = 0.3
 # From the published shares of four proposed tokens that were accepted: 0.40, 0.69 and 0.87 (github.com/sudoingX/qwen38-mtp).
 HEADS_ACCEPTANCE = (0.64, 0.85, 0.95)
 _HEADS_LENGTHS = (1, 2, 3, 4)
+# Of a trained drafter's: assumed, from chat at a temperature to code that is greedy. What loses is left alone.
+COMPANION_ACCEPTANCE = (0.4, 0.65, 0.85)
+COMPANION_LENGTHS = (1, 2, 3, 5, 8)
+COMPANION_BASIS = "drafter accepted at 40 to 85% a token, assumed; not measured here"
 HEADS_BASIS = "heads accepted at 64 to 95% a token as published of Qwen3.8-27B; not measured here"
 
 
@@ -69,12 +73,30 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     return Range(value, low, high, HEADS_BASIS)
 
 
+def companion_gain(device: Device, plan: Plan) -> Range | None:
+    """What a drafter trained for the model can bring one stream; None without one. A guess streams the drafter's file once, or
+    a block of them."""
+    companion = plan.settings.drafter.companion
+    if companion is None:
+        return None
+    guess = min(1.0, companion.file_bytes / max(1, streamed(plan.model, plan.variant).total_bytes))
+    lengths = [n for n in COMPANION_LENGTHS if not companion.block or n < companion.block]
+    steps = _steps(device, plan, lengths)
+    low, value, high = (
+        max(speed.speculation_gain(a, n, guess / n if companion.block else guess, step) for n, step in steps.items())
+        for a in COMPANION_ACCEPTANCE
+    )
+    return Range(max(1.0, value), max(1.0, low), max(1.0, high), COMPANION_BASIS)
+
+
 def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
     """How much faster the answers of this purpose come for the drafting `plan` does; None where that is not known to be
     any. What nobody asked to load (a second model, heads) is not counted."""
     drafter = plan.settings.drafter
     if drafter.is_mtp:
         return heads_gain(device, plan)
+    if drafter.companion is not None:
+        return companion_gain(device, plan)
     if drafter.second is not None:
         gain = plan.draft_gain
         return Range(gain, min(1.0, gain), gain, f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed")

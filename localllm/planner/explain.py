@@ -13,6 +13,11 @@ from localllm.planner.why import mb
 from localllm_catalog.types import ESTIMATED, Model
 
 
+def _drafter(plan: Plan) -> str:
+    companion = plan.settings.drafter.companion
+    return companion.kind if companion is not None else plan.settings.drafter.name
+
+
 def _gb(n_bytes: float) -> str:
     """Decimal gigabytes, to the megabyte: the lines of a sum must be seen to add up."""
     return f"{n_bytes / 1e9:,.3f} GB"
@@ -66,7 +71,7 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
     if need.overhead_bytes:
         lines.append(f"  runtime      {_gb(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")
     if need.draft_bytes:
-        lines.append(f"  draft        {_gb(need.draft_bytes):>14}   {plan.settings.drafter.name}")
+        lines.append(f"  draft        {_gb(need.draft_bytes):>14}   {_drafter(plan)}")
     if need.projector_bytes:
         lines.append(f"  projector    {_gb(need.projector_bytes):>14}   reads images, buffers for a large one included")
     total, limit = need.total_bytes, need.limit_bytes

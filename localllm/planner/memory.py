@@ -16,7 +16,7 @@ from localllm.device.types import Device
 from localllm.planner import places
 from localllm.planner.attention_scores import mlx_scores_bytes
 from localllm.planner.streams import facts
-from localllm.planner.types import DraftChoice, MemoryNeed, RunSettings, backend_of
+from localllm.planner.types import CompanionDrafter, DraftChoice, MemoryNeed, RunSettings, backend_of
 from localllm_backends import registry
 from localllm_backends.declaration import Declaration
 from localllm_catalog import quants, shapes
@@ -380,12 +380,16 @@ def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: 
         drafted = small.total_bytes - small.overhead_bytes
     if drafter.is_mtp and model.mtp_layers:
         drafted += mtp_bytes(model, variant, settings)
+    if drafter.companion is not None:
+        drafted += companion_bytes(model, drafter.companion, settings)
     return drafted
 
 
 # Cells per sequence that our llama.cpp backend gives the heads on top (localllm_backends/llamacpp/context.py).
 _HEADS_DRAFT_CELLS = 48
 _REWIND_TOKENS = 3
+# What a trained drafter reads at once there (localllm_backends/llamacpp/companion.py), and layers whose rows it reads, about.
+_COMPANION_BATCH, _COMPANION_LAYERS = 128, 5
 
 
 def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
@@ -399,11 +403,11 @@ def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
 
 
 def rewind_for(model: Model, drafter: DraftChoice) -> int:
-    """Snapshots to keep so that what was drafted can be taken back: 0 but for recurrent models whose own heads draft, or
-    where lookups were asked for by name. Each is a copy of the whole state, and few drafts get further (llama.cpp's own
+    """Snapshots to keep so that what was drafted can be taken back: 0 but for recurrent models whose own heads or trained
+    drafter draft, or where lookups were asked for by name. Each is a copy of the whole state, and few drafts get further (llama.cpp's own
     default is 3); streams then step one after another, so nobody gets them unasked."""
     recurrent = any(layer.kind == "recurrent" for layer, _ in facts(model).groups)
-    drafts = (drafter.is_mtp and model.mtp_layers > 0) or drafter.name == "ngram"
+    drafts = (drafter.is_mtp and model.mtp_layers > 0) or drafter.companion is not None or drafter.name == "ngram"
     return _REWIND_TOKENS if recurrent and drafts else 0
 
 
@@ -422,6 +426,16 @@ def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
         + output_bytes(model, outputs)
         + _F32 * model.hidden_size * (settings.n_batch + outputs)
     )
+
+
+def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSettings) -> int:
+    """What a trained drafter takes on llama.cpp: its file, a context of its own at 16 bits, rows of logits for what it reads at
+    once (made and handed out), and the rows of the model's layers that it reads."""
+    cells = settings.n_ctx + (_HEADS_DRAFT_CELLS + companion.block) * settings.slots
+    rows = _F32 * (
+        2 * _COMPANION_BATCH * model.vocab_size + 2 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
+    )
+    return companion.file_bytes + _F16 * companion.kv_elements * cells + rows
 
 
 def _mlx_group(model: Model) -> int:

@@ -34,6 +34,7 @@ from localllm.planner.types import (
     DEFAULT_SLOTS,
     TIGHT_SHARE,
     USUAL,
+    CompanionDrafter,
     DraftChoice,
     Fits,
     MemoryNeed,
@@ -73,8 +74,9 @@ class Overrides:
     """What the person or the machine has fixed: measurements, engines at hand, and settings ("" / 0 / None = free).
 
     `kv_evidence`: what KV types were measured to cost on the very model that is planned.
-    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as `draft_model`. `offload`: where
-    somebody insists on having layers and experts. `sees`: its image projector is loaded too.
+    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as `draft_model`;
+    `companion`: a drafter trained for the model, found beside it or asked for. `offload`: where somebody insists on
+    having layers and experts. `sees`: its image projector is loaded too.
     """
 
     measured: tuple[Measured, ...] = ()
@@ -84,6 +86,8 @@ class Overrides:
     slots: int = 0
     draft: str = ""
     draft_model: Model | None = None
+    companion: CompanionDrafter | None = None
+    companion_found: bool = False
     offload: OffloadOptions = FREE
     sees: bool = False
 
@@ -111,7 +115,7 @@ def settings_for(
     return RunSettings(
         n_ctx=context_for(model, workload),
         slots=slots,
-        spare=memory.spare_sequences(model, variant, heads=drafter.is_mtp),
+        spare=memory.spare_sequences(model, variant, heads=drafter.reads_along),
         n_batch=CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH,
         n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
         n_rewind=memory.rewind_for(model, drafter) if backend_of(variant).snapshots else 0,
@@ -134,7 +138,8 @@ def _has_tables(model: Model, variant: Variant) -> bool:
 def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
     second = overrides.draft_model
     pair = draft_pair(second, variant) if second is not None else None
-    return DraftChoice(overrides.draft or "auto", pair)
+    companion = overrides.companion if backend_of(variant).draft_heads else None
+    return DraftChoice(overrides.draft or "auto", pair, companion, overrides.companion_found)
 
 
 def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:

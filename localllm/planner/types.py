@@ -38,19 +38,40 @@ def backend_of(variant: Variant) -> Declaration:
 
 
 @dataclass(frozen=True, slots=True)
+class CompanionDrafter:
+    """A drafter trained for a model, in a file of its own: `kind` is "eagle3" or "dflash", `width` that of the model's layers,
+    `kv_elements` how many numbers a token takes in its KV cache, `block` the tokens it writes in one pass (0: one)."""
+
+    kind: str
+    path: str
+    file_bytes: int
+    kv_elements: int
+    width: int
+    block: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DraftChoice:
     """What proposes tokens: `name` is "auto", "off", "ngram", "mtp" (the model's own heads), or that of a second model.
 
-    `second`: that model and its files, which are loaded beside the first.
+    `second`: that model and its files, which are loaded beside the first. `companion`: a drafter trained for the model, which is
+    left out where it can't be loaded if it is `optional`.
     """
 
     name: str = "auto"
     second: tuple[Model, Variant] | None = None
+    companion: CompanionDrafter | None = None
+    optional: bool = False
 
     @property
     def is_mtp(self) -> bool:
         """True where the model's own heads (MTP) draft."""
         return self.name == "mtp"
+
+    @property
+    def reads_along(self) -> bool:
+        """True where something drafts from what the model's layers made."""
+        return self.is_mtp or self.companion is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,13 @@ import pytest
 
 from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.compose.load_spec import load_spec, run_settings
+from localllm.device.detect import detect
 from localllm.engine.worker import backends
+from localllm.errors import UnsupportedError
+from localllm.planner.explain import explain
 from localllm.settings import Settings
+from localllm_backends.contract import LoadError
+from models import tiny_drafters
 
 
 @pytest.mark.parametrize("context", [None, 2048])
@@ -47,3 +52,48 @@ def test_a_file_that_cannot_be_planned_is_loaded_with_what_was_chosen_and_the_ba
     assert (spec.kv_type_k, spec.kv_type_v, spec.n_gpu_layers, spec.mtp) == ("q8_0", "q8_0", -1, True)
     plain = load_spec("m.gguf", run_settings(None, Settings()))
     assert (plain.n_ctx, plain.kv_type_k, plain.mtp) == (0, "f16", False)
+
+
+def test_a_trained_drafter_beside_the_model_is_found_counted_and_loaded(tmp_path: Path) -> None:
+    path = tiny_drafters.write_target(tmp_path / "tiny-f32.gguf", layers=40)
+    alone = load_plan_named(str(path), Settings({"context": 2048}))
+    drafter = tiny_drafters.write_eagle3(tmp_path / "tiny-eagle3-f32.gguf", own=False)
+    load = load_plan_named(str(path), Settings({"context": 2048}))
+    assert load.plan is not None
+    assert alone.plan is not None
+    assert alone.options.spec.drafter == ""
+    assert load.options.spec.drafter == str(drafter)
+    assert load.plan.memory.draft_bytes > drafter.stat().st_size
+    assert load.needs_bytes - alone.needs_bytes == load.plan.memory.draft_bytes
+    assert load.plan.drafting is not None
+    assert "assumed" in load.plan.drafting.basis
+    assert any("eagle3" in line for line in explain(load.plan, detect()))
+    backend = backends.for_path(str(path)).load(load.options.spec)
+    plain = backends.for_path(str(path)).load(alone.options.spec)
+    assert backend.capabilities.draft_kind == "eagle3"
+    took = backend.memory().total_bytes - plain.memory().total_bytes
+    assert took <= load.plan.memory.draft_bytes <= 2.5 * took
+    backend.close()
+    plain.close()
+    for off in ("off", "ngram"):
+        assert load_plan_named(str(path), Settings({"draft": off})).options.spec.drafter == ""
+
+
+def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_path: Path) -> None:
+    path = tiny_drafters.write_target(tmp_path / "tiny-f32.gguf", layers=40)
+    wide = tiny_drafters.write_eagle3(tmp_path / "tiny-eagle3-f32.gguf", width=96)
+    assert load_plan_named(str(path), Settings({"context": 2048})).options.spec.drafter == ""
+    with pytest.raises(UnsupportedError, match="layers are 96 wide, and those of") as e:
+        load_plan_named(str(path), Settings({"draft": str(wide)}))
+    assert "published for this very model" in str(e.value.hint)
+    # What only loading it shows.
+    wide.unlink()
+    other = tiny_drafters.write_eagle3(tmp_path / "tiny-eagle3-f32.gguf", layers=(0, 1, 90), own=False)
+    found = load_plan_named(str(path), Settings({"context": 2048})).options.spec
+    backend = backends.for_path(str(path)).load(found)
+    assert backend.capabilities.drafts == 0
+    assert "reads the layers" in backend.info.metadata["localllm.drafter_left_out"]
+    backend.close()
+    named = load_plan_named(str(path), Settings({"context": 2048, "draft": str(other)})).options.spec
+    with pytest.raises(LoadError, match="reads the layers"):
+        backends.for_path(str(path)).load(named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,19 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         context = new_context(model, spec, n_seq_max=spec.n_seq_max + spare)
         sizes = weights.plus(log.buffer_sizes())
         heads: DraftHeads | None = None
+        left_out = ""
         if spec.mtp:
             second = new_context(model, spec, n_seq_max=spec.n_seq_max + spare, mtp=True)
             sizes = sizes.plus(log.buffer_sizes())
             heads = mtp.MtpHeads(llama, model, context, second)
         elif spec.drafter:
-            heads, more = companion.open_drafter(llama, model, context, spec, spec.n_seq_max + spare)
-            sizes = sizes.plus(more).plus(log.buffer_sizes())
+            try:
+                heads, more = companion.open_drafter(llama, model, context, spec, spec.n_seq_max + spare)
+                sizes = sizes.plus(more).plus(log.buffer_sizes())
+            except LoadError as e:
+                if not spec.drafter_optional:
+                    raise
+                left_out, spec = str(e), replace(spec, drafter="")
         if spec.projector:
             projector = vision.open_projector(llama, model, spec)
     except Exception:
@@ -67,4 +74,6 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     backend: LlamaCppBackend = make(llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads)
     if note:
         backend.info.metadata[kv_probe.NOTE_KEY] = note
+    if left_out:
+        backend.info.metadata["localllm.drafter_left_out"] = left_out
     return backend

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from localllm.cli.compose.drafter import ChosenDrafter, chosen_drafter
 from localllm.cli.compose.load_spec import spec_of
 from localllm.cli.compose.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
 from localllm.cli.compose.projector import ImageProjector, left_out, projector_beside
@@ -98,8 +99,15 @@ def make_load_plan(
     use = pooled_use(local)
     if use is not None:
         return _embedding_plan(local, settings, use)
-    draft, second = _drafting(local, settings)
-    inputs = plan_inputs(local, settings, purpose, second)
+    drafter = chosen_drafter(local, settings)
+    if drafter.found and local.mmproj is not None and settings.value("images") != "off":
+        # Images and drafters don't go together yet, and nobody asked for this one.
+        drafter = ChosenDrafter()
+    inputs = plan_inputs(local, settings, purpose, drafter)
+    if drafter.found and inputs is not None and not _worth_it(inputs):
+        drafter = ChosenDrafter()
+        inputs = replace(inputs, overrides=replace(inputs.overrides, companion=None))
+    draft, second = drafter.mode, drafter.second
     if inputs is not None and spare_bytes:
         inputs = replace(inputs, device=given_back(inputs.device, spare_bytes))
     if inputs is not None and ran_out is not None:
@@ -108,9 +116,16 @@ def make_load_plan(
     plan = _first_plan(local, settings, inputs)
     free = free_for_models(_headroom_bytes(settings))
     room = _Room(local, inputs, None if free is None else free + spare_bytes)
-    projector, plan = _with_projector(room, plan, projector_beside(local, backend, settings, draft), settings)
+    projector, plan = _with_projector(
+        room,
+        plan,
+        projector_beside(local, backend, settings, "mtp" if drafter.companion is not None else draft),
+        settings,
+    )
     spec = spec_of(str(local.path), plan, settings)
-    if projector.file is not None and not spec.mtp:
+    if drafter.companion is not None and plan is None:
+        spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
+    if projector.file is not None and not (spec.mtp or spec.drafter):
         spec = replace(spec, projector=str(projector.file))
     # What other machines take of it is not known here.
     takes = 0 if settings.value("workers") else room.takes(plan)
@@ -148,6 +163,13 @@ def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None
         f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
         f"and this machine has {limit / 1e9:.1f} GB usable ({'; '.join(inputs.device.accounts) if inputs else ''})"
     )
+
+
+def _worth_it(inputs: PlanInputs) -> bool:
+    """Whether the drafter that was found takes no context away and is expected to pay; a trial on the first answers shows."""
+    drafted, alone = inputs.plan(), replace(inputs, overrides=replace(inputs.overrides, companion=None)).plan()
+    pays = drafted.drafting is not None and drafted.drafting.high > 1.1
+    return pays and drafted.fits == alone.fits and drafted.settings.n_ctx >= alone.settings.n_ctx
 
 
 class _Room:
@@ -259,31 +281,6 @@ def _cache_bytes(settings: Settings) -> int:
     if asked is not None:
         return int(asked * 1e9)
     return int(min(8 * 2**30, psutil.virtual_memory().available // 8))
-
-
-def _drafting(local: LocalModel, settings: Settings) -> tuple[str, LocalModel | None]:
-    """(the engine's drafting mode, the second model that drafts or None) for the `draft` setting. Raises UnsupportedError
-    where it asks for draft heads that the model does not have."""
-    from localllm.engine.messages import DRAFT_MODES
-
-    draft = settings.value("draft")
-    if draft not in DRAFT_MODES:
-        return "auto", resolved(draft, settings)
-    if draft == "mtp":
-        _check_draft_heads(local)
-    return draft, None
-
-
-def _check_draft_heads(local: LocalModel) -> None:
-    from localllm.errors import UnsupportedError
-
-    hint = "use --draft auto, which drafts from the text itself, or a model whose file carries draft heads"
-    if local.format != "gguf":
-        raise UnsupportedError("draft heads (--draft mtp) run on llama.cpp only, from a GGUF file", hint=hint)
-    header = _header_facts(local)
-    if header is not None and not header.get("nextn_predict_layers"):
-        why = f"{local.name} has no draft heads: its header names none (nextn_predict_layers)"
-        raise UnsupportedError(f"--draft mtp: {why}", hint=hint)
 
 
 def _header_facts(local: LocalModel) -> dict[str, object] | None:

@@ -51,6 +51,8 @@ def load_spec(path: str, run: RunSettings, *, n_threads: int = 0, n_mtp_layers: 
         n_outputs=run.n_outputs,
         n_rewind=run.n_rewind,
         mtp=run.drafter.is_mtp,
+        drafter=run.drafter.companion.path if run.drafter.companion is not None else "",
+        drafter_optional=run.drafter.optional,
         placement=placement,
     )
 

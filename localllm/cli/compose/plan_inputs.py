@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from localllm.cli.compose.drafter import ChosenDrafter
     from localllm.device.types import Device
     from localllm.library.types import LocalModel
     from localllm.planner.placing import OffloadOptions
@@ -51,10 +52,10 @@ class PlanInputs:
 
 
 def plan_inputs(
-    local: LocalModel, settings: Settings, purpose: Purpose = "chat", draft: LocalModel | None = None
+    local: LocalModel, settings: Settings, purpose: Purpose = "chat", drafter: ChosenDrafter | None = None
 ) -> PlanInputs | None:
     """What to plan `local` with on this machine; None where its header can't be read as a model (the engine then says what
-    is wrong with it). `draft`: the model that drafts."""
+    is wrong with it). `drafter`: what drafts."""
     from localllm.device.detect import detect, with_matrix_rates
     from localllm.library.catalog import load_catalog
     from localllm.planner import kernels
@@ -77,7 +78,9 @@ def plan_inputs(
         kv_evidence=_kv_evidence(local),
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
         draft=settings.value("draft"),
-        draft_model=described(draft, catalog) if draft is not None else None,
+        draft_model=described(drafter.second, catalog) if drafter is not None and drafter.second is not None else None,
+        companion=drafter.companion if drafter is not None else None,
+        companion_found=drafter is not None and drafter.found,
         offload=_offload_here(settings, device),
     )
     workload = Workload(purpose, settings.value("context") or 0)
