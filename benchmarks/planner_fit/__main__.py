@@ -38,7 +38,7 @@ CPU = {
 
 
 def to_toml(fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]]) -> str:
-    """efficiency.toml: bases, effects above half a percent, row counts, spreads. Effects of past eras stay out of it."""
+    """efficiency.toml: bases, effects above half a percent, row counts, widths of ranges. Effects of past eras stay out of it."""
     out = [
         "# How close each kind of machine comes to its limits: written by benchmarks/planner_fit, do not edit by hand.",
         "# Natural logarithms: coefficient = exp(base + sum of the effects of every key that applies). [*.cpu] is set in",
@@ -47,12 +47,11 @@ def to_toml(fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]]
         "[meta]",
         'source = "published llama-bench and mlx-lm results, benchmarks/data/speeds.csv"',
     ]
-    for law, (fit, data, spread) in fitted.items():
+    for law, (fit, data, widths) in fitted.items():
         index = fit.design.index
         base = {name: fit.theta[index["", name]] for name in BASE[law]}
         out += ["", f"[{law}.base]"] + [f"{name} = {value:.4f}" for name, value in base.items()]
-        if spread:
-            out += ["", f"[{law}.spread]"] + [f"{name} = {value}" for name, value in spread.items()]
+        out += ["", f"[{law}.width]"] + [f'"{name}" = {value}' for name, value in widths.items() if value]
         effects: dict[str, dict[str, float]] = defaultdict(dict)
         for (key, name), j in index.items():
             if key and not key.startswith("era:") and abs(fit.theta[j]) >= 0.005:
@@ -74,19 +73,19 @@ def main() -> None:
     text = [INTRODUCTION]
     for law in ("decode", "prefill"):
         data = rows(law)
-        lines, spread = report(law, data)
+        lines, widths = report(law, data)
         print("\n".join(lines))
         text += lines
         learnt = [i for i, row in enumerate(data) if not row.suspect]
-        fitted[law] = (Fit(Design(law, data), learnt), data, spread)
+        fitted[law] = (Fit(Design(law, data), learnt), data, widths)
     single = rows("decode")
-    lines = batched_report(single)
+    lines, widths = batched_report(single)
     print("\n".join(lines))
     text += lines
     both = batched.extended(single)
     one = Fit(both, [i for i, row in enumerate(both.data) if row.batch == 1 and not row.suspect])
     many = batched.law_of(both, one)
-    fitted["batched"] = (Fit(many), many.data, {})
+    fitted["batched"] = (Fit(many), many.data, widths)
     if "--write" in sys.argv:
         efficiency.FILE.write_text(to_toml(fitted), encoding="utf-8")
         REPORT.write_text("\n".join(text), encoding="utf-8")

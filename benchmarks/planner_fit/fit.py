@@ -23,7 +23,7 @@ from localllm.planner import decode_cost, efficiency
 BASE = {
     "decode": {
         "eta": 0.8, "layer_s": 4e-5, "expert_layer_s": 3e-5, "recurrent_layer_s": 2e-5, "routed": 1.2, "kv": 0.5,
-        "kv_mla": 0.1, "state": 0.5, "quant": 1.0, "moe": 1.0, "unpack": 0.5, "clock": math.e,
+        "kv_mla": 0.1, "kv_unpack": 0.06, "state": 0.5, "quant": 1.0, "moe": 1.0, "unpack": 0.5, "clock": math.e,
     },
     "prefill": {
         "matmul": 0.55, "attention": 0.25, "eta": 0.6, "layer_s": 4e-5, "expert_layer_s": 1e-4,
@@ -49,7 +49,7 @@ PRIORS = {
         "engine": {"matmul": 0.60, "attention": 0.68, "eta": 1.38, "layer_s": 0.90, "expert_layer_s": 0.81},
         "generation": {"matmul": 0.35, "attention": 0.60, "eta": 0.65, "layer_s": 0.30, "expert_layer_s": 1.08,
                        "scan": 0.40},
-        "arithmetic": {"matmul": 0.45},
+        "arithmetic": {"matmul": 0.45, "attention": 0.60, "expert_layer_s": 1.08, "moe": 0.40},
         "tier": {"matmul": 0.08, "attention": 0.08, "layer_s": 0.50, "expert_layer_s": 0.15},
         "part": {"matmul": 0.09},
         "era": {"matmul": 0.25, "attention": 0.30, "eta": 0.10, "layer_s": 0.30, "expert_layer_s": 0.50,
@@ -64,6 +64,8 @@ _WIDE_FORMATS = ("quant:bf16", "quant:iq", "quant:f16")
 SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15}
 # Degrees of freedom of the Student-t prior on a part's own effects; None = normal.
 PART_FREEDOM: dict[str, float | None] = {"decode": 1.0, "prefill": None, "batched": None}
+# Power of the number of a source's rows of one machine that each of them counts less by: they miss alike.
+ONE_MACHINE = {"prefill": 0.2}
 # From the fit to everything a few rows less are not far; more of them take longer to forget.
 _MANY = 8
 _PEAK = math.log(decode_cost.PEAK_SHARE)
@@ -87,7 +89,7 @@ def level(key: str) -> str:
     head = key.split(".")[0]
     if "-" not in head:
         return "engine"
-    if head == "apple-emulated-bf16":
+    if "-emulated-" in head:
         return "arithmetic"
     return "tier" if head in ("apple-base", "apple-pro", "apple-max", "apple-ultra") else "generation"
 
@@ -189,6 +191,8 @@ class Fit:
         # Rows of one series (the same file at several depths) are not independent.
         series = Counter((r.device, r.engine, r.model, r.quant) for r in rows)
         weight = np.array([series[r.device, r.engine, r.model, r.quant] ** -0.4 for r in rows])
+        machines = Counter((r.device, r.engine, r.source) for r in rows)
+        weight *= [machines[r.device, r.engine, r.source] ** -ONE_MACHINE.get(self.law, 0.0) for r in rows]
         matrices = design.part(chosen)
         for _ in range(passes):
             if freedom is not None:  # the normal prior that touches the Student-t's at the present effects

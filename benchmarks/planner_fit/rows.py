@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.planner_fit import ages
 from localllm.device import table
-from localllm.planner import decode_cost, efficiency, kernels, prefill_cost
+from localllm.planner import decode_cost, efficiency, kernels, prefill_cost, ranges
 from localllm.planner.streams import facts, streamed
 from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Layer, Model, Variant
@@ -50,6 +50,9 @@ class Row:
     token_s: float = 0.0
     n_layers: int = 0
     further: tuple[tuple[float, Powers], ...] = ()
+    kv: str = "f16"
+    cards: int = 1
+    strata: tuple[str, ...] = ()
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -217,6 +220,9 @@ def _row(record: dict[str, str], model: Model, variant: Variant, parts: Sequence
         _plain(parts), record["source"], _era(record, model), _batch(record),
         2 * _active(model, variant) / _flops_s(record), len(model.layers),
         _plain(decode_cost.further_parts(model, variant, hardware, _batch(record))),
+        record["kv"] or "f16", int(record["cards"] or 1),
+        ranges.strata(model, variant, hardware.keys, depth=int(float(record["depth"] or 0)),
+                      kv_type=record["kv"] or "f16", n_cards=int(record["cards"] or 1)),
     )  # fmt: skip
 
 
@@ -230,6 +236,7 @@ def _hardware(record: dict[str, str]) -> decode_cost.Hardware:
         efficiency.hardware_keys(name, record["engine"]), float(record["bandwidth_gbps"]), _flops_s(record) / 1e12,
         power_share=efficiency.share(efficiency.part(name), units), clock_ghz=efficiency.clock_ghz(name),
         plain_tflops=efficiency.part_tflops(name, units)[0],
+        lane_tflops=efficiency.lane_tflops(name, units) if record["engine"] == "cuda" else 0.0,
     )  # fmt: skip
 
 
@@ -247,7 +254,9 @@ def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> Seq
     generated = re.match(r"tg(\d+)", record["test"])
     depth = float(record["depth"] or 0) + (int(generated.group(1)) / 2 if generated else 0)
     hardware = _hardware(record)
-    parts = decode_cost.decode_parts(model, variant, hardware, depth=int(depth), n_sequences=_batch(record))
+    parts = decode_cost.decode_parts(
+        model, variant, hardware, depth=int(depth), kv_type=record["kv"] or "f16", n_sequences=_batch(record)
+    )
     return tuple(
         ages.decode(_age(record, model, variant), parts, _active(model, variant), hardware.plain_tflops * 1e12).values()
     )

@@ -1,14 +1,17 @@
-"""What MLX holds of attention scores while it reads a prompt: by the width of the heads, the step and the depth."""
+"""What MLX holds and moves of attention scores while it reads a prompt: by the width of the heads, the step and the depth."""
 
 from __future__ import annotations
 
 from localllm.planner.streams import facts
 from localllm.planner.types import RunSettings
-from localllm_catalog.types import Model
+from localllm_catalog.types import Layer, Model
 
 _BYTES = 2
 # The fewest tokens it computes at once (localllm_backends/mlx/stepping.py).
 _MLX_PIECE = 64
+# Times that a score goes through memory where no kernel keeps it: written by the product with the keys, read, masked and written,
+# read and written by the softmax, read by the product with the values.
+_PASSES = 6
 
 
 def mlx_scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...]) -> int:
@@ -19,8 +22,7 @@ def mlx_scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int
     (checked with `mx.get_peak_memory` on the CPU). Latent attention hands the scores of its rotated part over as a mask."""
     most = 0
     for layer, _ in facts(model).groups:
-        fused = layer.kind != "mla" and layer.head_dim_k == layer.head_dim_v and layer.head_dim_k in fused_heads
-        if layer.kind in ("recurrent", "none") or fused:
+        if not _holds_scores(layer, fused_heads):
             continue
         seen = settings.n_ctx
         if layer.kind == "sliding" and layer.window:
@@ -30,3 +32,18 @@ def mlx_scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int
             pairs = min(pairs, max(settings.scores_at_once, _MLX_PIECE * seen))
         most = max(most, pairs)
     return (_BYTES * model.n_heads + 1) * most
+
+
+def mlx_moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> float:
+    """Bytes of scores that one prompt token's attention over `context` tokens moves through memory in all layers."""
+    moved = 0.0
+    for layer, count in facts(model).groups:
+        if _holds_scores(layer, fused_heads):
+            seen = min(context, layer.window or context) if layer.kind == "sliding" else context
+            moved += count * (layer.n_heads or model.n_heads) * seen
+    return _PASSES * _BYTES * moved
+
+
+def _holds_scores(layer: Layer, fused_heads: tuple[int, ...]) -> bool:
+    fused = layer.kind != "mla" and layer.head_dim_k == layer.head_dim_v and layer.head_dim_k in fused_heads
+    return layer.kind not in ("recurrent", "none") and not fused

@@ -8,7 +8,8 @@ Weights of fewer bits than a product's are unpacked by arithmetic, which adds to
 engine's kernels for a format are poor, reading or unpacking takes longer by what kernels.py has of it.
 Launches are waited for, so they go by the clock, and more than in proportion: later chips launch better too. On a CPU
 attention is arithmetic on few cores, and with a latent KV (MLA), which every head reads, on any machine: it takes whichever
-is longer, that or reading the KV.
+is longer, that or reading the KV. So is CUDA's over a quantised KV: its kernel for one token unpacks the cache on the plain
+lanes, once for every query head, where that of f16 reads it once on the units for matrices.
 
 A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times (kernel launches,
 routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
@@ -63,8 +64,8 @@ class Hardware:
     """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`efficiency.hardware_keys`),
     GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU that computes (0: a GPU does, or unknown: attention
     then only reads its cache), the share of those TFLOP/s that its power lets matrices have, the GPU's clock, and
-    its TFLOP/s without units for matrices (0: as many), and, of a processor, what was timed of its matrix kernels, and whether
-    it multiplies weights as they are `stored` (or as the engine would have it)."""
+    its TFLOP/s without units for matrices (0: as many), and, of a processor, what was timed of its matrix kernels, whether
+    it multiplies weights as they are `stored` (or as the engine would have it), and what an NVIDIA card's plain lanes do."""
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
@@ -75,6 +76,7 @@ class Hardware:
     plain_tflops: float = 0.0
     rates: tuple[TypeRates, ...] = ()
     stored: bool = False
+    lane_tflops: float = 0.0
 
     @property
     def engine(self) -> str:
@@ -106,7 +108,10 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     keys, bandwidth_gbps = efficiency.device_keys(device, backend), bandwidth_of(device)[0]
     plain_tflops, _ = efficiency.nominal_tflops(device)
     rates = device.matrix_rates if keys[0] == "cpu" else ()
-    return Hardware(keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops, rates)
+    lanes = efficiency.lane_tflops(name, device.compute_units) if keys[0] == "cuda" else 0.0
+    return Hardware(
+        keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops, rates, lane_tflops=lanes
+    )
 
 
 @by_identity
@@ -205,6 +210,9 @@ def decode_parts(
     kv = CostTerm(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
     if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
         kv = CostTerm(n_sequences * all_attention_flops(model, depth) / units, (("kv_mla", -1),))
+    elif unpacks_kv(hardware, kv_type):
+        lanes = hardware.lane_tflops * 1e12
+        kv = CostTerm(n_sequences * all_attention_flops(model, depth) / lanes, (("kv_unpack", -1),))
     return {
         "weights": CostTerm(read.dense_bytes / bandwidth / kernels.read_share(variant, hardware.keys), weights),
         "routed": CostTerm((read.step_bytes(model, apart(n_sequences)) - read.dense_bytes) / bandwidth
@@ -237,6 +245,9 @@ def decode_terms(
     parts = decode_parts(model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences)
     s = {name: part.seconds(limited) for name, part in parts.items()}
     kv = kv_read_bytes(model, depth, kv_type) * n_sequences
+    if unpacks_kv(hardware, kv_type) and not facts(model).has_mla:  # nobody has measured it to be faster than f16 there
+        kv16 = kv_read_bytes(model, depth, "f16") * n_sequences
+        s["kv"] = max(s["kv"], kv16 / (hardware.bandwidth_gbps * 1e9 * limited["kv"]))
     if facts(model).has_mla:
         s["kv"] = max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * PEAK_SHARE))
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
@@ -280,6 +291,11 @@ def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: 
         return 0.0
     c = efficiency.coefficients("batched", hardware.keys_for(variant))
     return sum(part.seconds(c) for part in further_parts(model, variant, hardware, n_sequences))
+
+
+def unpacks_kv(hardware: Hardware, kv_type: str) -> bool:
+    """True where one token's attention over a cache of that type is arithmetic of its own, not reading."""
+    return hardware.lane_tflops > 0 and kv_type not in ("f16", "bf16", "f32")
 
 
 def weight_share(coefficients: Mapping[str, float], hardware: Hardware, model: Model, variant: Variant) -> float:

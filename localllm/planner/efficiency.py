@@ -25,13 +25,13 @@ FILE = Path(__file__).with_name("efficiency.toml")
 @dataclass(frozen=True, slots=True)
 class Table:
     """Coefficients of one law ("decode", "prefill" or "batched"): natural logs. `rows` counts measurements behind each key,
-    `spread` is the standard deviation of ln(measured / predicted) on unseen rows when that key was the nearest."""
+    `width` holds the shares of an 80 % range's width (localllm/planner/ranges.py)."""
 
     name: str
     base: Mapping[str, float]
     effects: Mapping[str, Mapping[str, float]]
     rows: Mapping[str, int]
-    spread: Mapping[str, float]
+    width: Mapping[str, float]
     source: str
 
     def coefficients(self, keys: Iterable[str]) -> dict[str, float]:
@@ -50,11 +50,6 @@ class Table:
                 found = (key, self.rows[key])
         return found
 
-    def spread_of(self, nearest_key: str) -> float:
-        """Expected ln-error when `nearest_key` is the best that is known."""
-        level = "part" if nearest_key.startswith("part:") else "family" if "-" in nearest_key else "engine"
-        return self.spread.get("none" if nearest_key == "none" else level, 0.4)
-
 
 @cache
 def load() -> dict[str, Table]:
@@ -67,7 +62,7 @@ def load() -> dict[str, Table]:
             base=raw[name]["base"],
             effects=raw[name].get("effects", {}),
             rows=raw[name].get("rows", {}),
-            spread=raw[name].get("spread", {}),
+            width=raw[name].get("width", {}),
             source=raw["meta"]["source"],
         )
         for name in ("decode", "prefill", "batched")
@@ -108,6 +103,9 @@ _KERNELS_OF = {"gb10": "blackwell", "strix-halo": "rdna3"}
 # M1 and M2 have no bfloat16, which MLX's published files compute in: it is emulated. The same files with float16 read prompts
 # a fifth to a third faster there (github.com/jundot/omlx/issues/604, github.com/raullenchai/Rapid-MLX/issues/3154).
 _EMULATES_BF16 = {"mlx": ("m1", "m2")}
+# NVIDIA's chips before compute capability 6.1 lack the product of four bytes (dp4a) that llama.cpp multiplies quantised weights
+# with, and do it byte by byte.
+_EMULATES_DP4A = re.compile(r"p100|gtx 9\d\d|\bm40\b|\bm60\b|titan x|k80", re.I)
 
 
 @lru_cache(maxsize=1024)
@@ -156,6 +154,8 @@ def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
         keys.append(f"{vendor}-emulated-bf16.{engine}")
     if gen:
         keys.append(f"{vendor}-{gen}.{engine}")
+    if engine == "cuda" and _EMULATES_DP4A.search(name):
+        keys.append("nvidia-emulated-dp4a.cuda")
     if tier:
         keys.append(f"apple-{tier}.{engine}")
     keys.append(f"part:{part(name)}.{engine}")
@@ -211,6 +211,8 @@ _CLOCK_GHZ = {
     "ada": 2.5, "blackwell": 2.5, "gb10": 2.4, "ampere": 1.75, "turing": 1.65, "pascal": 1.58, "hbm": 1.98, "jetson": 1.3,
     "strix-halo": 2.9, "rdna4": 2.9, "rdna3": 2.45, "rdna2": 2.3, "cdna": 1.5, "gcn": 1.75, "arc": 2.4,
 }  # fmt: skip
+# FP32 lanes of one unit, two FLOP a tick each, of NVIDIA's chips: 128 but where it is named (NVIDIA's white papers).
+_FEW_LANES = re.compile(r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16|p100|a100|a30\b", re.I)
 _BOARD_CLOCK_GHZ = (
     (r"\bp100\b", 1.3),
     (r"\bv100\b", 1.38),
@@ -249,6 +251,11 @@ def clock_ghz(name: str) -> float:
         return _TFLOPS_PER_UNIT.get(kind, 0.0) / 0.256 or REFERENCE_GHZ
     boards = (ghz for pattern, ghz in _BOARD_CLOCK_GHZ if re.search(pattern, name.lower()))
     return next(boards, _CLOCK_GHZ.get(kind, REFERENCE_GHZ))
+
+
+def lane_tflops(name: str, units: float) -> float:
+    """TFLOP/s of an NVIDIA part's plain FP32 lanes at its clock."""
+    return units * (64 if _FEW_LANES.search(name) else 128) * 2 * clock_ghz(name) / 1e3
 
 
 def part_tflops(name: str, units: float, datasheet: float = 0.0, *, engine: str = "") -> tuple[float, str]:

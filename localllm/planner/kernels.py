@@ -40,6 +40,12 @@ _MESA_SHARE = 0.5
 # 5.4 ms of 10.7 TFLOP/s for 6.7 billion weights.
 _METAL_FEW_BITS_FLOPS = 8.6
 
+# What multiplying quantised weights byte by byte takes where the product of four is missing: a 7B in Q4_0 takes 16.6 ms a token
+# on a P100 (github.com/ggml-org/llama.cpp/discussions/15013), 6.1 of them for reading 3.8 GB: 33 FLOP of 21.8 TFLOP/s a weight;
+# K and IQ formats of 9 to 32 billion weights about 54 (github.com/gavinbrow/p100-llm-benchmarks).
+_DP4A = "nvidia-emulated-dp4a.cuda"
+_BYTEWISE_FLOPS, _BYTEWISE_K_FLOPS = 33.0, 54.0
+
 # llama.cpp lays these out anew for no processor, and has no kernel for many rows of them: the rate that is measured is of Q4_K
 # (two Zen cores, AVX-512, 512 tokens: 87 GFLOP/s of Q4_1, 289 of Q4_K laid out anew, 278 of Q4_0).
 CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
@@ -89,7 +95,10 @@ def experts_read_share(variant: Variant, keys: Keys) -> float:
 
 def unpack_flops(variant: Variant, keys: Keys) -> float:
     """Arithmetic at the units' nominal rate that a weight of this format takes beyond what every format does."""
-    few = keys[0] == "metal" and efficiency.quant_class(variant.quant) == "k23"
+    kind = efficiency.quant_class(variant.quant)
+    if _DP4A in keys and kind not in ("f16", "bf16"):
+        return _BYTEWISE_FLOPS if kind in ("q4_0", "q8") else _BYTEWISE_K_FLOPS
+    few = keys[0] == "metal" and kind == "k23"
     return _METAL_FEW_BITS_FLOPS if few else 0.0
 
 
@@ -110,7 +119,7 @@ def matrix_share(variant: Variant, keys: Keys) -> float:
         return _PLAIN_BF16_SHARE
     if keys[0] == "cpu" and variant.quant.upper() in CPU_PLAIN_FORMATS:
         return _CPU_PLAIN_SHARE
-    return 0.5 if f"part:p100.{keys[0]}" in keys else 1.0
+    return 0.5 if _DP4A in keys else 1.0
 
 
 def _multiplies_bf16(keys: Keys) -> bool:

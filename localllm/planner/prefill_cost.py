@@ -5,7 +5,8 @@ t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs 
 
 The matrices are multiplied at what the board's power lets the units hold (efficiency.py), if there are kernels for their type
 (kernels.py); attention computes of a micro-batch what its kernels do not skip of the mask (kernels.py too). Between
-the matrices every activation goes through memory: the smallest models spend as long on those as on their matrices. The mask
+the matrices every activation goes through memory: the smallest models spend as long on those as on their matrices (under MLX
+also the scores of heads whose width no fused kernel has: attention_scores.py). The mask
 itself llama.cpp writes on the host.
 Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
 """
@@ -15,9 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.planner import efficiency, kernels
+from localllm.planner.attention_scores import mlx_moved_bytes
 from localllm.planner.decode_cost import PEAK_SHARE, CostTerm, Hardware, Powers, all_attention_flops, lag
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import DEFAULT_BATCH
+from localllm_backends import registry
 from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
@@ -105,12 +108,16 @@ def prefill_parts(
     rows = kernels.expert_tile(hardware.keys)
     tile: Powers = () if rows else (("tile", 1),)
     is_cpu = hardware.engine == "cpu"
+    moved = 0.0 if is_cpu else activation_bytes(model)
+    if hardware.engine == "mlx":
+        context = mean_context(prompt_tokens, depth, batch)
+        moved += mlx_moved_bytes(model, context, registry.declared("mlx").fused_heads)
     return {
         "matmul": CostTerm(2 * matrix_params(model, variant) / held, matrices),
         "padding": CostTerm(0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)),
         "attention": CostTerm(flops / units, (("attention", -1),)),
         "scan": CostTerm(scan_flops(model) / units, (("scan", -1),)),
-        "activations": CostTerm(0.0 if is_cpu else activation_bytes(model) / bandwidth, (("activations", -1),)),
+        "activations": CostTerm(moved / bandwidth, (("activations", -1),)),
         "weights": CostTerm(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
         "layers": CostTerm(known.n_layers / batch, (("layer_s", 1), *wait)),
         "experts": CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost
+from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost, ranges
 from localllm.planner.streams import streamed
 from localllm.planner.types import USUAL, Range, RunSettings, backend_of
 from localllm_backends.placement import Placement
@@ -18,6 +18,8 @@ from localllm_catalog.types import Model, Variant
 
 ASSUMED_DISK_BYTES_S = 1.5e9
 _Z = 1.28  # 10th to 90th percentile
+# Of what nothing like it was measured (ln).
+_NO_ROWS_SPREAD = 0.45
 # How far one figure strays from the next on the same machine, and how far a model from what its neighbours' figures
 # say of it (ln). A model's own figure is taken at its word.
 _RUN_NOISE = 0.05
@@ -66,12 +68,27 @@ def decode_bound(device: Device, model: Model, variant: Variant, *, depth: int =
     return decode_cost.bandwidth_of(device)[0] * 1e9 / read
 
 
-def _basis(table: efficiency.Table, hardware: decode_cost.Hardware, model: Model) -> tuple[str, float]:
+def _basis(
+    law: str,
+    hardware: decode_cost.Hardware,
+    model: Model,
+    variant: Variant,
+    settings: RunSettings,
+    *,
+    depth: int,
+    n_cards: int,
+) -> tuple[str, float]:
+    """What a prediction of that law rests on, and its standard deviation in ln."""
+    table = efficiency.load()[law]
     key, n = table.nearest(hardware.keys)
     kind = "MoE" if model.experts is not None else "dense"
+    asked = ranges.strata(model, variant, hardware.keys, depth=depth, kv_type=settings.kv_type, n_cards=n_cards)
+    spread = ranges.width(table.width, (*asked, *ranges.evidence(table.rows, hardware.keys))) / _Z
     if n == 0:
-        return f"formula: no {hardware.engine} measurement of this kind of machine, {kind}", table.spread_of("none")
-    return f"table: {key.removeprefix('part:')} × {kind}, n={n}", table.spread_of(key)
+        return f"formula: no {hardware.engine} measurement of this kind of machine, {kind}", max(
+            spread, _NO_ROWS_SPREAD
+        )
+    return f"table: {key.removeprefix('part:')} × {kind}, n={n}", spread
 
 
 def _range(value: float, spread: float, basis: str) -> Range:
@@ -131,10 +148,11 @@ def _step(
     weights_s, fixed_s, attention_s = here.memory_s - here.kv_s, here.total_s - here.memory_s, here.kv_s
     apart_s = n_sequences * places.token_s(model, variant, settings) + (device.n_gpus - 1) * CROSSING_S
     fixed_s += apart_s
-    basis, spread = _basis(efficiency.load()["decode"], machine, model)
+    basis, spread = _basis("decode", machine, model, variant, settings, depth=depth, n_cards=device.n_gpus)
     if decode_cost.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
     if n_sequences > 1:
+        spread = max(spread, ranges.width(efficiency.load()["batched"].width, ()) / _Z)
         row_s = machine.timed_row_s(model, variant, n_sequences)
         if row_s is None:
             row_s = prefill_cost.prefill_terms(model, variant, machine).matmul_s
@@ -256,7 +274,8 @@ def prefill(
     device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
-    basis, spread = _basis(efficiency.load()["prefill"], machine, model)
+    middle = depth + prompt_tokens // 2
+    basis, spread = _basis("prefill", machine, model, variant, settings, depth=middle, n_cards=device.n_gpus)
     known = efficiency.nominal_tflops(device)[1]
     if known == "assumed":
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)

@@ -10,7 +10,7 @@ pytest.importorskip("numpy")
 
 import numpy as np
 
-from benchmarks.planner_fit import ages, batched, fit, report
+from benchmarks.planner_fit import ages, batched, fit, ranges, report
 from benchmarks.planner_fit import rows as planner_rows
 from benchmarks.planner_fit.rows import Row
 from localllm.device.named import resolve
@@ -179,3 +179,22 @@ def test_mlx_multiplies_on_the_matrix_units_of_m5_and_llamacpp_does_not() -> Non
     assert mlx > 3 * plain
     assert basis == "derived"
     assert efficiency.part_tflops("M4 Max", 40, engine="mlx") == efficiency.part_tflops("M4 Max", 40)
+
+
+def test_ranges_hold_what_they_say_of_sources_they_have_not_seen() -> None:
+    """Errors of a known spread, twice as wide for several cards: four in five are inside, in both strata."""
+    draw = np.random.default_rng(3)
+    one = _rows("RTX 4090", 1.0)[0]
+    found = []
+    for source in range(12):
+        for n in range(20):
+            strata = ("cuda", "several cards") if n % 2 else ("cuda",)
+            row = replace(one, source=str(source))
+            found.append(ranges.Miss(row, float(draw.normal(0, 0.2 if n % 2 else 0.1)), strata))
+    table, widths = ranges.scaled(found, ())
+    inside = np.abs([miss.error for miss in found]) <= widths
+    several = np.array(["several cards" in miss.strata for miss in found])
+    assert 0.76 <= inside.mean() <= 0.84
+    assert inside[several].mean() > 0.7
+    assert inside[~several].mean() > 0.7
+    assert table["several cards"] > 0.3
