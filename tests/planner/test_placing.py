@@ -60,6 +60,25 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
     assert plan.decode_tok_s.value > 1.3 * speed.decode(device, m, variant(m), layers).value
 
 
+@pytest.mark.parametrize(
+    ("machine", "weights"),
+    [("RTX 4090 + 64GB RAM", "read"), ("Arc B580 + 128GB RAM", "auto"), ("RTX PRO 6000 + 64GB RAM", "auto")],
+)
+def test_what_cuda_has_in_system_memory_is_pinned(machine: str, weights: str) -> None:
+    device, m = resolve(machine), model(MIXTURE)
+    plan = plan_for(device, m, variant(m), Workload())
+    assert plan.settings.placement.weights == weights
+    assert plan.fits == ("yes" if "PRO" in machine else "split")
+
+
+def test_what_is_not_free_is_left_mapped() -> None:
+    device, m = resolve("RTX 4090 + 64GB RAM"), model(MIXTURE)
+    assert device.host is not None
+    busy = replace(device, host=replace(device.host, available_bytes=20 * 10**9))
+    plan = plan_for(busy, m, variant(m), Workload())
+    assert (plan.fits, plan.settings.placement.weights) == ("split", "auto")
+
+
 def test_a_dense_model_leaves_whole_layers_behind() -> None:
     device, m = resolve("RTX 4090 + 64GB RAM"), model(DENSE)
     plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
