@@ -274,7 +274,12 @@ def _pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSetti
     in pinned buffers, which prompts' steps are copied to the card from faster than from a mapped file (it says so itself,
     src/llama-model-loader.cpp; where the driver pins no more it takes ordinary memory)."""
     usual = settings.placement.weights == USUAL.placement.weights
-    if device.accelerator != "cuda" or device.host is None or not usual or need.host_bytes > device.host.available_bytes:
+    if (
+        device.accelerator != "cuda"
+        or device.host is None
+        or not usual
+        or need.host_bytes > device.host.available_bytes
+    ):
         return settings
     return settings.placed(weights="read")
 

@@ -76,6 +76,7 @@ REPORTS = [
     Report(19, "RTX A2000 and Arc B60", "a2000_and_b60", {}, ("B60 is here too", "--backend vulkan", "whl/cu130")),
     Report(27, "ROCm 7.2 on Strix Halo", "halo_uma96", {"rocm": (7, 2)}, ("7.13",), backend="rocm"),
     Report(27, "ROCm 6 on Strix Halo", "halo_uma96", {"rocm": (6, 4)}, ("needs ROCm 7",), backend="rocm"),
+    Report(27, "Strix Halo on Windows", "windows_halo_96", {}, ("code of gfx1151", "whl/hip-radeon"), backend="rocm"),
     Report(29, "RX 9070 has code", "rx_9070_beside_740m", {"rocm": (7, 2)}, ("code of gfx1201",), backend="rocm"),
     Report(37, "hybrid laptop", "laptop_4060_arc", {}, ("whl/cu130",)),
 ]  # fmt: skip

@@ -137,6 +137,7 @@ def _integrated(
             fp8_tflops=fp8,
             fp4_tflops=fp4,
             compute_units=row.compute_units,
+            compute_capability=row.compute_capability,
             match=row.name,
         )
     return None
