@@ -184,7 +184,8 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One generated token's text, id and log-probability, with the `top` alternatives as (text, id, logprob)."""
+    """One generated token's text, id and log-probability, with the `top` alternatives as (text, id, logprob). Bytes of a text
+    that are no UTF-8 are surrogate escapes (PEP 383)."""
 
     text: str
     token: int

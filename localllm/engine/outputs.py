@@ -83,6 +83,10 @@ class OutputProcessor:
             if grant.prefill and job.n_kv < len(job.tokens):
                 self._after_chunk(job)
                 continue
+            if job.max_tokens == 0:  # the prompt is computed, and that was all
+                job.prefill_s = self.jobs.clock() - (job.admitted_s or 0)
+                self.jobs.finish(job, "length")
+                continue
             first += job.first_token_s is None
             job.decode_steps += job.first_token_s is not None
             self._accept(job, result, i)
@@ -178,7 +182,7 @@ class OutputProcessor:
 
     def _logprobs(self, job: RunningRequest, token: int, row: Row) -> tuple[TokenLogprob, ...]:
         def text(t: int) -> str:
-            return self.backend.token_bytes(t, special=True).decode("utf-8", "replace")
+            return self.backend.token_bytes(t, special=True).decode("utf-8", "surrogateescape")
 
         own, best = job.sampler.log_probabilities(row, token, job.request.generation.logprobs or 0)
         return (TokenLogprob(text(token), token, own, tuple((text(t), t, p) for t, p in best)),)

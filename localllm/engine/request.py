@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -215,7 +216,7 @@ def running_request(
         n_prompt=len(prompt),
         max_tokens=room if generation.max_tokens is None else generation.max_tokens,
         sampler=Sampler(generation.sampling, rules=rules),
-        text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop),
+        text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop, spell),
         submitted_s=submitted_s,
         predicted=backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
         loop_guard=LoopGuard(generation.loops) if generation.loops is not None else None,
@@ -225,17 +226,21 @@ def running_request(
 class TextStream:
     """Decodes one request's tokens and watches for its stop strings.
 
-    Text that could still become a stop string is held back; `flush` releases it at the end.
+    Text that could still become a stop string is held back; `flush` releases it at the end. Control tokens have no text;
+    to a stop string they are what `spell` makes of them.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stops: Seq[str] = ()) -> None:
-        self._token_bytes = token_bytes
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], stops: Seq[str] = (), spell: Callable[[int], bytes] | None = None
+    ) -> None:
+        self._token_bytes, self._spell = token_bytes, spell or token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [s for s in stops if s]
         self._longest = max((len(s) for s in self._stops), default=0)
         # Most text has no letter that a stop string begins with: with dozens of them that is worth knowing first.
         self._begins = re.compile("|".join({re.escape(s[0]) for s in self._stops}))
         self._held = ""
+        self._shown: list[bool] = []  # of each held letter
         self.stopped_by: str | None = None
 
     @property
@@ -245,32 +250,35 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Text that `token` makes safe to show; sets `stopped_by` when a stop string is complete."""
-        return self._release(self._decoder.decode(self._token_bytes(token)))
+        data = self._token_bytes(token)
+        if not data and self._stops:
+            return self._release(self._spell(token).decode("utf-8", "replace"), shown=False)
+        return self._release(self._decoder.decode(data))
 
     def flush(self) -> str:
         """What was held back, when no more tokens come."""
         text = self._release(self._decoder.decode(b"", final=True))
-        if self.stopped_by is None:
-            text, self._held = text + self._held, ""
-        return text
+        return text if self.stopped_by is not None else text + self._take(len(self._held))
 
-    def _release(self, text: str) -> str:
+    def _release(self, text: str, *, shown: bool = True) -> str:
         if not self._stops:
             return text
         if self.stopped_by is not None:
             return ""
         self._held += text
+        self._shown += [shown] * len(text)
         if self._begins.search(self._held) is None:
-            out, self._held = self._held, ""
-            return out
+            return self._take(len(self._held))
         hits = [(at, s) for s in self._stops if (at := self._held.find(s)) >= 0]
         if hits:
             at, self.stopped_by = min(hits)
-            out, self._held = self._held[:at], ""
-            return out
-        keep = self._partial()
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
+            return self._take(at)
+        return self._take(len(self._held) - self._partial())
+
+    def _take(self, n: int) -> str:
+        """The first `n` held letters that are to be shown."""
+        out = "".join(compress(self._held[:n], self._shown))
+        self._held, self._shown = self._held[n:], self._shown[n:]
         return out
 
     def _partial(self) -> int:

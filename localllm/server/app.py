@@ -21,7 +21,7 @@ from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.responses import routes as responses
 from localllm.server.http.accounts import caller, label, used_lines
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
-from localllm.server.http.errors import MethodError, RouteNotFoundError, headers_of, internal, log_failure
+from localllm.server.http.errors import MethodError, RouteNotFoundError, envelope, headers_of, internal, log_failure
 from localllm.server.http.gate import SecurityGate, refuse
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
@@ -83,12 +83,12 @@ class EdgeMiddleware:
             await self.app(scope, receive, sending)
         except asyncio.CancelledError:
             if scope["type"] == "http" and not started:  # the server stops
-                await refuse(send, BusyError("the server is stopping", hint="send the request again later"))
+                await refuse(scope, send, BusyError("the server is stopping", hint="send the request again later"))
             raise
         except Exception as e:
             log_failure(e)
             if not started:
-                await refuse(send, internal(e))
+                await refuse(scope, send, internal(e))
 
 
 def create_app(
@@ -155,19 +155,20 @@ def _health(models: ModelRouter) -> Response:
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(LocalLLMError)
     async def ours(request: Request, error: Exception) -> JSONResponse:
-        return error_response(internal(error))
+        return error_response(request, internal(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: Exception) -> JSONResponse:
         status = error.status_code if isinstance(error, HTTPException) else 500
         if status == 405:
             methods = ", ".join(_methods(request))
-            refused = error_response(MethodError("this path does not answer that method", hint=f"it answers {methods}"))
+            wrong = MethodError("this path does not answer that method", hint=f"it answers {methods}")
+            refused = error_response(request, wrong)
             refused.headers["allow"] = methods
             return refused
         if status == 404:
-            return error_response(RouteNotFoundError("no such path here", hint="GET /openapi.json lists them"))
-        return error_response(LocalLLMError("the request failed"))
+            return error_response(request, RouteNotFoundError("no such path here", hint="GET /openapi.json lists them"))
+        return error_response(request, LocalLLMError("the request failed"))
 
 
 def _methods(request: Request) -> list[str]:
@@ -181,9 +182,9 @@ def _methods(request: Request) -> list[str]:
     return sorted({*found, *(["HEAD"] if "GET" in found else [])})
 
 
-def error_response(error: LocalLLMError) -> JSONResponse:
-    """`error` in OpenAI's format."""
-    return JSONResponse(error.to_openai(), status_code=error.http_status, headers=headers_of(error))
+def error_response(request: Request, error: LocalLLMError) -> JSONResponse:
+    """`error` in the format of its path."""
+    return JSONResponse(envelope(error, request.url.path), status_code=error.http_status, headers=headers_of(error))
 
 
 async def render_metrics(server: Server) -> str:

@@ -122,3 +122,95 @@ def test_a_real_models_tokens_spell_its_answer(http: httpx.Client) -> None:
     left = iter(said)
     assert all(char in left for char in spelled), (said, spelled)
     assert len(spelled) > 0.7 * len(said)
+
+
+_PROMPT = "😊 日本 naïve 👩\u200d👩 x"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bytes_are_the_tokens_own_and_offsets_point_into_the_text(http: httpx.Client, seed: int) -> None:
+    # Hot and banned from ending: halves of characters, control tokens and odd bytes are among what is written.
+    body = {"prompt": _PROMPT, "temperature": 4.0, "seed": seed, "max_tokens": 40, "logprobs": 5, "ignore_eos": True}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    told, text = choice["logprobs"], choice["text"]
+    assert all(len(top) == 5 for top in told["top_logprobs"])
+    at = 0
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        assert at <= offset <= len(text)
+        at = offset
+        if "\ufffd" not in token:
+            assert text[offset:].startswith(token) or text.startswith(token.lstrip())
+    native = {"prompt": _PROMPT, "temperature": 4.0, "seed": seed, "n_predict": 40, "n_probs": 5, "ignore_eos": True}
+    answer = http.post("/completion", json=native).json()
+    spelled = b"".join(bytes(e["bytes"]) for e in answer["completion_probabilities"])
+    assert spelled.decode("utf-8", "replace") == answer["content"]
+
+
+def test_tokens_of_a_stop_that_is_left_out_have_none(http: httpx.Client) -> None:
+    body = {"prompt": "One two three four", "temperature": 0, "max_tokens": 24, "logprobs": 0}
+    free = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    for stop in (free[3:6], free[8:13], free[2:3]):
+        choice = http.post("/v1/completions", json={**body, "stop": [stop]}).json()["choices"][0]
+        assert choice["text"] == free[: free.index(stop)]
+        spelled = "".join(choice["logprobs"]["tokens"]) if choice["logprobs"] else ""
+        # The last one may hold the beginning of the stop.
+        assert spelled.startswith(choice["text"])
+        assert len("".join(choice["logprobs"]["tokens"][:-1])) < max(1, len(choice["text"])) if spelled else True
+
+
+def test_a_stop_that_spells_a_control_token_matches(http: httpx.Client) -> None:
+    turn = "<|im_start|>user\nSay hi.<|im_end|>\n"
+    for stop in ("<|im_start|>", "<|im_start|>assistant", "im_start|>ass"):
+        body = {"prompt": turn, "temperature": 0, "max_tokens": 12, "stop": [stop]}
+        choice = http.post("/v1/completions", json=body).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("", "stop"), stop
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "used"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 0}, lambda b: b["usage"]["completion_tokens"]),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, lambda b: b["usage"]["completion_tokens"]),
+        ("/completion", {"prompt": "a", "n_predict": 0}, lambda b: b["tokens_predicted"]),
+        ("/v1/messages", {"messages": HI, "max_tokens": 0}, lambda b: b["usage"]["output_tokens"]),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 0}, lambda b: b["usage"]["output_tokens"]),
+        ("/api/generate", {"prompt": "a", "stream": False, "options": {"num_predict": 0}}, lambda b: b["eval_count"]),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "max_tokens": 0, "tools": [TOOL], "tool_choice": "required"},
+            lambda b: b["usage"]["completion_tokens"] + ("tool_calls" in b["choices"][0]["message"]),
+        ),
+    ],
+)
+def test_no_tokens_asked_for_are_none(http: httpx.Client, path: str, body: dict[str, Any], used: Any) -> None:
+    answer = http.post(path, json=body)
+    assert (answer.status_code, used(answer.json())) == (200, 0), answer.text
+
+
+def test_pieces_are_bytes_where_they_are_no_text(http: httpx.Client) -> None:
+    pieces = http.post("/tokenize", json={"content": _PROMPT, "with_pieces": True}).json()["tokens"]
+    assert any(isinstance(p["piece"], list) for p in pieces)
+    data = b"".join(bytes(p["piece"]) if isinstance(p["piece"], list) else p["piece"].encode() for p in pieces)
+    assert data.decode() == _PROMPT
+
+
+@pytest.mark.parametrize("kind", ["texts", "ids", "mixed", "both"])
+def test_prompts_come_in_every_form(http: httpx.Client, kind: str) -> None:
+    ids = http.post("/tokenize", json={"content": "One two"}).json()["tokens"]
+    sent: Any = {"texts": ["One two", "x"], "ids": [ids, ids], "mixed": ["One", *ids[1:]], "both": [ids, "One two"]}[
+        kind
+    ]
+    answer = http.post("/completion", json={"prompt": sent, "n_predict": 4, "temperature": 0}).json()
+    alone = http.post("/completion", json={"prompt": "One two", "n_predict": 4, "temperature": 0}).json()["content"]
+    assert (answer if kind == "mixed" else answer[0])["content"] == alone
+    assert kind == "mixed" or len(answer) == 2
+
+
+def test_a_bias_is_given_by_id_or_text(http: httpx.Client) -> None:
+    body = {"prompt": "The capital of France is", "n_predict": 1, "temperature": 0}
+    said = http.post("/completion", json=body).json()["content"]
+    number = http.post("/tokenize", json={"content": said}).json()["tokens"][0]
+    for bias in ([[number, False]], [[number, -100]], [[said, False]], {said: -100}, {str(number): -100}):
+        assert http.post("/completion", json={**body, "logit_bias": bias}).json()["content"] != said
+    openai = http.post("/v1/completions", json={"prompt": "a", "logit_bias": {"text": 1}})
+    assert (openai.status_code, openai.json()["error"]["param"]) == (400, "logit_bias")

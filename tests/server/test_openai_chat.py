@@ -203,8 +203,8 @@ def test_headers_and_comments_come_while_the_model_loads(http: httpx.Client, eng
     engine.load_gate = Gate()
     with http.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True}) as r:
         lines = r.iter_lines()
+        # A line of the block that is to come: a block of its own is an empty event to older decoders.
         assert next(lines) == ": loading"
-        assert next(lines) == ""
         assert next(lines) == ": loading"  # the silence is broken again
         engine.load_gate.open()
         rest = list(lines)

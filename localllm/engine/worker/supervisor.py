@@ -315,7 +315,7 @@ class ProcessEngine:
         return tokens
 
     async def detokenize(self, tokens: list[int]) -> str:
-        """Text of `tokens`."""
+        """Text of `tokens`; bytes that are no UTF-8 as surrogate escapes (PEP 383)."""
         text: str = await self._process.ask({"op": "detokenize", "tokens": tokens})
         return text
 

@@ -161,7 +161,8 @@ class Worker:
                 tokens = tokenized(backend, message["text"], special=message["special"], add_bos=message["add_bos"])
                 self._pipe.answer(message, tokens)
             case "detokenize":
-                self._pipe.answer(message, backend.detokenize(message["tokens"]))
+                data = b"".join(backend.token_bytes(t, special=True) for t in message["tokens"])
+                self._pipe.answer(message, data.decode("utf-8", "surrogateescape"))
             case "pulse":
                 since_s, metrics = self._busy_since_s, engine.metrics
                 busy_s = 0.0 if since_s is None else time.monotonic() - since_s

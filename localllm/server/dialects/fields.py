@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -30,6 +30,7 @@ ParseSpecial = Annotated[
 ]
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
+Bias = Annotated[float, Field(ge=-100, le=100, strict=True)] | bool
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 StopText = Annotated[str, Field(max_length=1024)]
 
@@ -266,8 +267,13 @@ class GenerationFields(_SamplingNumbers):
 class SamplingFields(RequestBody, GenerationFields):
     """A generating body with the fields of OpenAI, llama.cpp and vLLM."""
 
+    biases_texts: ClassVar[bool] = False  # whether logit_bias may name tokens by text
     repetition_penalty: float | None = Field(None, gt=0, le=10, description="another name of repeat_penalty")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=4096)
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=4096)]
+        | Annotated[list[tuple[int | str, Bias]], Field(max_length=4096)]
+        | None
+    ) = Field(None, description="by token id; [[id, bias], …] and false for -100 are llama.cpp's forms")
     ignore_eos: bool | None = None
     cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
     cache_salt: str | None = Field(
@@ -299,8 +305,23 @@ class SamplingFields(RequestBody, GenerationFields):
         if self.repetition_penalty is not None:
             sent.setdefault("repeat_penalty", self.repetition_penalty)
         if self.logit_bias is not None:
-            sent["logit_bias"] = _bias(self.logit_bias)
+            biases = self.biases()
+            unknown = next((key for key in biases if isinstance(key, str)), None)
+            if unknown is not None and not self.biases_texts:
+                raise RequestError(f"logit_bias: {unknown[:40]!r} is not a token id", param="logit_bias")
+            sent["logit_bias"] = {key: bias for key, bias in biases.items() if isinstance(key, int)}
         return sent
+
+    def biases(self) -> dict[int | str, float]:
+        """`logit_bias` by token id, or by the text whose tokens are meant. Raises RequestError."""
+        sent = self.logit_bias or {}
+        found: dict[int | str, float] = {}
+        for key, bias in sent.items() if isinstance(sent, dict) else sent:
+            if bias is True or (isinstance(key, int) and not 0 <= key < 2**31):
+                raise RequestError("logit_bias takes token ids, and numbers or false", param="logit_bias")
+            numbered = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+            found[int(key) if numbered else key] = -100.0 if bias is False else bias
+        return found
 
     def generation(self, default: Sampling) -> Generation:
         return replace(
@@ -387,19 +408,24 @@ def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HI
     try:
         fields = kind.model_validate(body)
     except ValidationError as e:
-        first = e.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Unions report one error per member, with the member's type in the path, which is left out here.
-        path = ".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "constrained", "dict[")))
-        raise RequestError(f"{path or 'body'}: {first['msg']}", param=path or None) from e
+        errors = e.errors(include_url=False, include_context=False, include_input=False)
+        # Of the members of a union, the one that came the furthest says what is wrong.
+        of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+        worst = max(of_field, key=lambda error: len(_sent_path(error, body)))
+        path = ".".join(_sent_path(worst, body))
+        raise RequestError(f"{path or 'body'}: {worst['msg']}", param=path or None) from e
     extra = fields.model_extra or {}
     unknown = (k for k in extra if k not in hints and k not in REFUSED and not (k in NAMED and extra[k] in NAMED[k]))
     return fields, sorted(unknown)
 
 
-def _bias(sent: Mapping[str, float]) -> dict[int, float]:
-    bias: dict[int, float] = {}
-    for key, value in sent.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise RequestError(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
-        bias[int(key)] = value
-    return bias
+def _sent_path(error: Any, body: Any) -> list[str]:
+    """Where in what was sent `error` (pydantic's) is; it also names the types of a union's members, which nobody sent."""
+    path = []
+    for step in error["loc"]:
+        there = step in body if isinstance(body, Mapping) else isinstance(body, list) and step in range(len(body))
+        if there:
+            body = body[step]
+        if there or (error["type"] == "missing" and step is error["loc"][-1]):
+            path.append(str(step))
+    return path

@@ -17,13 +17,13 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 def comment(progress: PrefillProgress) -> bytes:
-    """The keep-alive of SSE: a comment with the progress."""
-    return f": {progress}\n\n".encode()
+    """The keep-alive of SSE: a comment with the progress, a line of the next event. Older decoders fail on a block of its own."""
+    return f": {progress}\n".encode()
 
 
 def compacted_comment(compacted: str) -> bytes:
     """`x-localllm-compacted` as an SSE comment, since the headers may have been sent before it was known."""
-    return f": compacted {compacted}\n\n".encode()
+    return f": compacted {compacted}\n".encode()
 
 
 def frame_error(error: LocalLLMError) -> bytes:
@@ -56,11 +56,15 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
 
 def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
     return {
-        "token": p.text,
-        "logprob": p.logprob,
-        "bytes": list(p.text.encode()),
-        "top_logprobs": [{"token": t, "logprob": lp, "bytes": list(t.encode())} for t, _, lp in p.top],
+        **token_logprob(p.text, p.logprob),
+        "top_logprobs": [token_logprob(t, lp) for t, _, lp in p.top],
     }
+
+
+def token_logprob(text: str, logprob: float) -> dict[str, Any]:
+    """A token as OpenAI and Ollama write it: half a character is shown as U+FFFD, and by its bytes."""
+    data = text.encode("utf-8", "surrogateescape")
+    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
 def arguments_object(arguments: str) -> Any:

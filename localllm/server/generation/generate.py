@@ -115,6 +115,8 @@ async def _choice(
     parser = None if answer.reply.plain else ReplyParser(answer.reply)
     stream = _ChoiceStream(writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop})
     before: Finish | None = None
+    if generation.max_tokens == 0:  # the prompt is computed, and nothing written
+        return stream.finish(await stream.generate(engine, replace(request, grammar=None)))
     if answer.reasons_first:
         request, before = await _generate_reasoning(engine, answer, request, stream)
         if request.generation.max_tokens == 0:
@@ -321,7 +323,8 @@ class _ChoiceStream:
                     self._reasoned += len(event.tokens)
                 self._emit(parser.feed(event.text), event.logprobs)
             elif event.text or event.logprobs:
-                self._writer.text(self._choice, event.text, event.logprobs)
+                self._tokens.add(event.logprobs)
+                self._writer.text(self._choice, event.text, self._tokens.take(event.text))
         elif isinstance(event, Prefill):
             progress = self._progress
             progress.done, progress.total, progress.cached = event.done, event.total, event.cached

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Sequence
 
 from localllm.engine.messages import TokenLogprob
 
-# A partial UTF-8 character decodes to this.
+# What is shown of a partial UTF-8 character, once it is known to stay one.
 _BROKEN = "\ufffd"
-_LONGEST_CHAR = 4
 
 
 class VisibleTokens:
@@ -18,6 +18,8 @@ class VisibleTokens:
     def __init__(self) -> None:
         self._pending: deque[TokenLogprob] = deque()
         self._open = ""  # the rest of the last token, beyond the text shown so far
+        self._halves: list[TokenLogprob] = []  # that made no character yet
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, tokens: Sequence[TokenLogprob]) -> None:
         self._pending.extend(tokens)
@@ -26,32 +28,36 @@ class VisibleTokens:
         """Drop them: their text belongs to no answer."""
         self._pending.clear()
         self._open = ""
+        self._drop_halves()
+
+    def _drop_halves(self) -> None:
+        self._halves = []
+        self._decoder.reset()
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
         """The tokens that `text` consists of; those before them are dropped, as their text is not shown."""
-        if not self._pending:
-            return ()
         if self._open and text.startswith(self._open):
             text = text[len(self._open) :]
         self._open = ""
         taken: list[TokenLogprob] = []
-        broken = False
         while text and self._pending:
             token = self._pending.popleft()
-            piece = token.text
-            if _BROKEN in piece and _BROKEN not in text:
-                taken.append(token)
-                broken = True
+            self._halves.append(token)
+            piece = self._decoder.decode(token.text.encode("utf-8", "surrogateescape"))
+            if not piece:
                 continue
-            at = text.find(piece, 0, len(piece) + _LONGEST_CHAR) if broken and piece else 0
-            broken = False
-            text = text[max(0, at) :]
-            piece = piece if text.startswith(piece) else piece.lstrip()
+            if not (text.startswith(piece) or piece.startswith(text)):
+                piece = piece.lstrip()
             if piece and text.startswith(piece):
                 text = text[len(piece) :]
             elif piece and piece.startswith(text):
                 self._open, text = piece[len(text) :], ""
             else:
+                self._drop_halves()
                 continue
-            taken.append(token)
+            taken += self._halves
+            self._halves = []
+        if self._halves and text.startswith(_BROKEN):
+            taken += self._halves
+            self._drop_halves()
         return tuple(taken)

@@ -111,6 +111,10 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         asked = self.cycle
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            data = data.lstrip(b"\r\n")  # some clients end a body with a line more (RFC 9112 2.2)
+            if not data:
+                return
         super().data_received(data)
         # Incomplete headers: h11 holds their bytes and has seen no request.
         started = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])

@@ -1,11 +1,12 @@
-"""Errors of the HTTP border, the headers of error responses, and logging of unexpected exceptions."""
+"""Errors of the HTTP border, the envelopes and headers of error responses, and logging of unexpected exceptions."""
 
 from __future__ import annotations
 
 import logging
 import traceback
+from typing import Any
 
-from localllm.errors import AuthError, LocalLLMError, NotFoundError, RequestError
+from localllm.errors import AuthError, ContextLengthError, LocalLLMError, NotFoundError, RequestError
 
 log = logging.getLogger("localllm.server")
 
@@ -59,6 +60,40 @@ class MethodError(RequestError):
 
     code = "method_not_allowed"
     http_status = 405
+
+
+# Anthropic's names, by status.
+_ERROR_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def envelope(error: LocalLLMError, path: str) -> dict[str, Any]:
+    """`error` as the clients of `path` expect it: refusals come before any route."""
+    if path.startswith("/v1/messages"):
+        return anthropic_envelope(error)
+    if path.startswith("/api/") and not path.startswith("/api/v"):  # below that are LM Studio's
+        return ollama_envelope(error)
+    return error.to_openai()
+
+
+def anthropic_envelope(error: LocalLLMError) -> dict[str, Any]:
+    """Anthropic's error object. Clients parse this message of a too long prompt to compact the conversation."""
+    other = "invalid_request_error" if 400 <= error.http_status < 500 else "api_error"
+    said = error.message
+    if isinstance(error, ContextLengthError) and error.counts is not None:
+        said = f"prompt is too long: {error.counts[0]} tokens > {error.counts[1]} maximum"
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.http_status, other), "message": said}}
+
+
+def ollama_envelope(error: LocalLLMError) -> dict[str, Any]:
+    """Ollama's error object, which is only text. Clients parse its message of a too long prompt to compact."""
+    message = error.message
+    if isinstance(error, ContextLengthError) and error.counts is not None:
+        tokens, window = error.counts
+        message = f"prompt too long; exceeded max context length by {max(1, tokens - window)} tokens: {message}"
+    return {"error": message}
 
 
 def headers_of(error: LocalLLMError) -> dict[str, str]:

@@ -16,7 +16,7 @@ from localllm.errors import AuthError, BusyError, LocalLLMError, RequestError
 from localllm.server.http.accounts import DELEGATION, Account, Accounts, called_by
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.connections import ADMIT
-from localllm.server.http.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, headers_of
+from localllm.server.http.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, envelope, headers_of
 from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import ServerSettings, below_localhost, host_name, is_loopback, served_with_key
 
@@ -83,7 +83,7 @@ class SecurityGate:
                     raise BusyError("this server has as many connections as it takes")
             self._check_body(scope["method"], headers, from_page=_of_a_page(headers))
         except LocalLLMError as e:
-            await refuse(send, e)
+            await refuse(scope, send, e)
             return
         await self._pass(account, scope, receive, send)
 
@@ -97,7 +97,7 @@ class SecurityGate:
                 try:
                     running.enter_context(account.request())
                 except LocalLLMError as e:
-                    await refuse(send, e)
+                    await refuse(scope, send, e)
                     return
             await self.app(scope, receive, send)
 
@@ -166,8 +166,9 @@ def _of_a_page(headers: dict[bytes, bytes]) -> bool:
     return any(name in (b"origin", b"referer") or name.startswith(b"sec-fetch-") for name in headers)
 
 
-async def refuse(send: Send, error: LocalLLMError) -> None:
-    await send_json(send, error.http_status, error.to_openai(), headers_of(error))
+async def refuse(scope: Scope, send: Send, error: LocalLLMError) -> None:
+    """Answer `error` in the format of the path."""
+    await send_json(send, error.http_status, envelope(error, scope["path"]), headers_of(error))
 
 
 async def _preflight(send: Send, origin: str, request_headers: Mapping[bytes, bytes]) -> None:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import socket
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 import uvicorn
 
@@ -19,6 +21,8 @@ from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
 
 GRACE_S = 5
+_ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
+_SLASHES = re.compile("/{2,}")
 
 
 class _Server(uvicorn.Server):
@@ -29,11 +33,26 @@ class _Server(uvicorn.Server):
         yield
 
 
+def plain_target(scope: Scope) -> None:
+    """Make `scope` say the path alone, as routes are written: of an absolute target (as sent to a proxy, RFC 9112 3.2.2)
+    its host is the request's, whatever the header says; slashes that a client has doubled are one."""
+    absolute = _ABSOLUTE.match(scope["path"])
+    if absolute is not None:
+        others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+        scope["headers"] = [(b"host", absolute[1].encode("latin-1", "replace")), *others]
+        scope["path"] = scope["path"][absolute.end() :] or "/"
+    if absolute is not None or "//" in scope["path"]:
+        scope["path"] = _SLASHES.sub("/", scope["path"])
+        scope["raw_path"] = quote(scope["path"]).encode()
+
+
 async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False) -> None:
     """Serve on `socks` until cancelled; open streams get a few seconds to end."""
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         scope[OWN_SEND] = send
+        if scope["type"] == "http":
+            plain_target(scope)
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:

@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from localllm.errors import LocalLLMError
 from localllm.server.http.asgi import App, Receive, Scope, Send
-from localllm.server.http.errors import headers_of
-from localllm.server.http.json_body import JsonBody, keep_body, read_body, send_json
+from localllm.server.http.gate import refuse
+from localllm.server.http.json_body import JsonBody, keep_body, read_body
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
 from localllm.server.proxy import relay
@@ -56,7 +56,7 @@ class ProxyMiddleware:
             outgoing = self._outgoing(scope, model, body)
             await relay.until_disconnect(receive, self._relay(outgoing, scope, send), outgoing.meter)
         except LocalLLMError as e:
-            await send_json(send, e.http_status, e.to_openai(), headers_of(e))
+            await refuse(scope, send, e)
 
     async def _relay(self, outgoing: ProxyRequest, scope: Scope, send: Send) -> None:
         answer = await self._http.open(outgoing)

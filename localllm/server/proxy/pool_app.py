@@ -15,8 +15,8 @@ from starlette.requests import Request
 from localllm.errors import BusyError, LocalLLMError, RequestError
 from localllm.server.http.accounts import Account, Accounts, admins_only, caller, used_lines
 from localllm.server.http.asgi import App, Receive, Scope, Send
-from localllm.server.http.errors import headers_of, internal, log_failure
-from localllm.server.http.gate import SecurityGate
+from localllm.server.http.errors import internal, log_failure
+from localllm.server.http.gate import SecurityGate, refuse
 from localllm.server.http.json_body import read_body, send_json, send_text
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy import relay
@@ -131,12 +131,12 @@ class PoolFront:
                 return
             await self._forward(scope, receive, send)
         except LocalLLMError as e:
-            await send_json(send, e.http_status, e.to_openai(), headers_of(e))
+            await refuse(scope, send, e)
         except Exception as e:
             log_failure(e)
             error = internal(e)
             with contextlib.suppress(RuntimeError):  # the head has left
-                await send_json(send, error.http_status, error.to_openai(), headers_of(error))
+                await refuse(scope, send, error)
 
     def _table(self, scope: Scope) -> tuple[str, str] | None:
         """The front's own counters and their media type, if asked for: the nodes know no key's name."""
@@ -255,7 +255,7 @@ class PoolFront:
         rest, held, begun = b"", b"", False
         last = b""
         if client.head:
-            await client.write(answer, outgoing, f": goes on at {node.name}\n\n".encode())
+            await client.write(answer, outgoing, f": goes on at {node.name}\n".encode())
         try:
             async for piece in answer.content.iter_any():
                 outgoing.meter.feed(piece)

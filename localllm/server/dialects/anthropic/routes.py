@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.errors import ContextLengthError, LocalLLMError
+from localllm.errors import LocalLLMError
 from localllm.server.dialects.anthropic import messages
 from localllm.server.dialects.anthropic.messages import MessagesFields
 from localllm.server.dialects.fields import HINTS
@@ -17,24 +17,12 @@ from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.http.errors import anthropic_envelope
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "repetition": "max_tokens"}
-_ERROR_TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 503: "overloaded_error",
-}  # fmt: skip
-
-
-def error_body(error: LocalLLMError) -> dict[str, Any]:
-    """Anthropic's error object. Clients parse this message of a too long prompt to compact the conversation."""
-    kind = _ERROR_TYPES.get(error.http_status, "api_error")
-    said = error.message
-    if isinstance(error, ContextLengthError) and error.counts is not None:
-        said = f"prompt is too long: {error.counts[0]} tokens > {error.counts[1]} maximum"
-    return {"type": "error", "error": {"type": kind, "message": said}}
 
 
 class MessageEvents(ReplyWriter):
@@ -114,11 +102,11 @@ class MessageEvents(ReplyWriter):
 
 def ping(progress: PrefillProgress) -> bytes:
     """Anthropic's keep-alive, with the progress as a comment."""
-    return f': {progress}\n\nevent: ping\ndata: {{"type": "ping"}}\n\n'.encode()
+    return f': {progress}\nevent: ping\ndata: {{"type": "ping"}}\n\n'.encode()
 
 
 def frame_error(error: LocalLLMError) -> bytes:
-    return b"event: error\ndata: " + json.dumps(error_body(error)).encode() + b"\n\n"
+    return b"event: error\ndata: " + json.dumps(anthropic_envelope(error)).encode() + b"\n\n"
 
 
 def message(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
@@ -168,7 +156,7 @@ def new_tool_id() -> str:
     return "toolu_" + secrets.token_hex(12)
 
 
-_ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping, error_body)
+_ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping, anthropic_envelope)
 
 
 def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:

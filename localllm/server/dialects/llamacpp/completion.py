@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from localllm.conversation.images import images_in_prompt
-from localllm.engine.messages import Timings, TokenLogprob
+from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.engine.worker.client import EngineClient
-from localllm.errors import UnsupportedError
+from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import RequestBody, SamplingFields
-from localllm.server.dialects.wire import quote, timings_body
+from localllm.server.dialects.wire import quote, timings_body, token_logprob
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import fim_prompt, wants_bos
@@ -40,10 +42,18 @@ class PicturedPrompt(RequestBody):
     multimodal_data: list[str] = Field(default_factory=list, max_length=64)
 
 
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=1 << 20)]
+MAX_PROMPTS = 16
+
+
 class LlamaCppFields(SamplingFields):
     """POST /completion."""
 
-    prompt: str | list[Annotated[int, Field(ge=0, le=2**31 - 1)]] | PicturedPrompt = ""
+    biases_texts: ClassVar[bool] = True
+    prompt: str | Pieces | Annotated[list[str | Pieces], Field(max_length=MAX_PROMPTS)] | PicturedPrompt = Field(
+        "", description="a text; token ids, texts among them or not; or several of those"
+    )
     n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
     n_probs: int | None = Field(None, ge=0, le=20)
 
@@ -78,20 +88,22 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
     async def job(engine: EngineClient) -> GenerationJob:
         images: dict[str, str] = {}
         prompt: str | list[int]
+        also: list[str | list[int]] = []
         if isinstance(fields.prompt, PicturedPrompt):
             sent = fields.prompt
             where, sees = "prompt.multimodal_data", engine.info.vision
             prompt, images = images_in_prompt(sent.prompt_string, MARKER, sent.multimodal_data, where, vision=sees)
         else:
-            prompt = await _prompt(fields, engine)
+            prompt, *also = await _prompts(fields, engine)
         n = fields.n
         if isinstance(fields, InfillFields):
             n = fields.n_cmpl or n
         return GenerationJob(
             prompt=prompt,
             add_bos=isinstance(prompt, str) and wants_bos(engine.info, prompt),
-            generation=fields.generation(model.sampling),
+            generation=await _generation(fields, model, engine),
             answer=AnswerPlan(grammar=grammar),
+            also=tuple(also),
             n=n or 1,
             images=images,
         )
@@ -105,10 +117,42 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
     return TranslatedRequest(job, answer, writer)
 
 
+async def _generation(fields: LlamaCppFields, model: ServedModel, engine: EngineClient) -> Generation:
+    """The generation, with a bias on every token of the texts that logit_bias names."""
+    made = fields.generation(model.sampling)
+    bias = dict(made.sampling.logit_bias)
+    for text, amount in fields.biases().items():
+        if isinstance(text, str):
+            bias.update(dict.fromkeys(await engine.tokenize(text, special=False), amount))
+    return replace(made, sampling=replace(made.sampling, logit_bias=bias))
+
+
+async def _prompts(fields: LlamaCppFields, engine: EngineClient) -> list[str | list[int]]:
+    """The prompts, each by itself; where there are several, or texts among ids, as ids."""
+    sent = fields.prompt
+    if isinstance(fields, InfillFields) or isinstance(sent, (str, PicturedPrompt)):
+        return [await _prompt(fields, engine)]
+    if not sent:
+        raise RequestError("prompt is an empty array", param="prompt")
+    each: Sequence[Any] = [sent] if any(isinstance(part, int) for part in sent) else sent
+    return [await _ids([one] if isinstance(one, str) else one, engine) for one in each]
+
+
+async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
+    ids: list[int] = []
+    for i, piece in enumerate(pieces):
+        if not isinstance(piece, (int, str)):
+            raise RequestError("a prompt is a text, or token ids and texts", param="prompt")
+        bos = not i and isinstance(piece, str) and wants_bos(engine.info, piece)
+        ids += [piece] if isinstance(piece, int) else await engine.tokenize(piece, add_bos=bos)
+    return ids
+
+
 async def _prompt(fields: LlamaCppFields, engine: EngineClient) -> str | list[int]:
     if isinstance(fields.prompt, PicturedPrompt):
         raise UnsupportedError("a gap is filled in from text alone", param="prompt")
     if not isinstance(fields, InfillFields):
+        assert isinstance(fields.prompt, str)
         return fields.prompt
     return await fim_prompt(
         engine,
@@ -175,7 +219,10 @@ def whole(collected: ReplyCollector, model: ServedModel) -> Any:
 
 def probabilities(logprobs: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
     return [
-        {"token": p.text, "id": p.token, "logprob": p.logprob,
-         "top_logprobs": [{"token": t, "id": i, "logprob": lp} for t, i, lp in p.top]}
+        {
+            **token_logprob(p.text, p.logprob),
+            "id": p.token,
+            "top_logprobs": [{**token_logprob(t, lp), "id": i} for t, i, lp in p.top],
+        }
         for p in logprobs
-    ]  # fmt: skip
+    ]

@@ -55,7 +55,7 @@ async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
         quiet_s += _LOOK_S
         if quiet_s >= _KEEPALIVE_S:
             quiet_s = 0.0
-            yield b": keepalive\n\n"
+            yield b": keepalive\n"
 
 
 def _status(model: ServedModel) -> dict[str, Any]:

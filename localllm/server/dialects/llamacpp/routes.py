@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -21,6 +22,9 @@ from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
 from localllm.server.serving import Server
+
+# Bytes that are no UTF-8, in what an engine detokenises.
+_ESCAPES = re.compile("[\udc80-\udcff]")
 
 
 class TokenizeFields(RequestBody):
@@ -87,7 +91,7 @@ def _vocabulary(router: APIRouter, server: Server) -> None:
             tokens = await engine.tokenize(fields.content, special=fields.parse_special, add_bos=fields.add_special)
             listed: list[Any] = tokens
             if fields.with_pieces:
-                listed = [{"id": t, "piece": await engine.detokenize([t])} for t in tokens]
+                listed = [{"id": t, "piece": _piece(await engine.detokenize([t]))} for t in tokens]
         return JSONResponse({"tokens": listed}, headers=ignored_header(ignored))
 
     @router.post("/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields, "content"))
@@ -101,7 +105,13 @@ def _vocabulary(router: APIRouter, server: Server) -> None:
             if bad is not None:
                 raise RequestError(f"token {bad} is outside the vocabulary", param="tokens")
             text = await engine.detokenize(fields.tokens)
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         return JSONResponse({"content": text}, headers=ignored_header(ignored))
+
+
+def _piece(text: str) -> str | list[int]:
+    """A token's text; its bytes, where they are no text by themselves."""
+    return list(text.encode("utf-8", "surrogateescape")) if _ESCAPES.search(text) else text
 
 
 def _managing(router: APIRouter, server: Server) -> None:

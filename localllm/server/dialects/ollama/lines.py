@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.errors import ContextLengthError, LocalLLMError
-from localllm.server.dialects.wire import arguments_object
+from localllm.errors import LocalLLMError
+from localllm.server.dialects.wire import arguments_object, token_logprob
 from localllm.server.generation.collector import ReplyCollector, new_call_id
 from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
+from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.streaming import Outbox
 
 
@@ -106,16 +107,12 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {
         "logprobs": [
             {
-                **_logprob(t.text, t.logprob),
-                **({"top_logprobs": [_logprob(a, p) for a, _, p in t.top]} if t.top else {}),
+                **token_logprob(t.text, t.logprob),
+                **({"top_logprobs": [token_logprob(a, p) for a, _, p in t.top]} if t.top else {}),
             }
             for t in tokens
         ]
     }
-
-
-def _logprob(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def done(outcome: Outcome, usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
@@ -133,17 +130,8 @@ def done(outcome: Outcome, usage: ReplyUsage, timings: Timings) -> dict[str, Any
     }
 
 
-def error_body(error: LocalLLMError) -> dict[str, Any]:
-    """Ollama's error object, which is only text. Clients parse its message of a too long prompt to compact."""
-    message = error.message
-    if isinstance(error, ContextLengthError) and error.counts is not None:
-        tokens, window = error.counts
-        message = f"prompt too long; exceeded max context length by {max(1, tokens - window)} tokens: {message}"
-    return {"error": message}
-
-
 def frame_error(error: LocalLLMError) -> bytes:
-    return json.dumps(error_body(error)).encode() + b"\n"
+    return json.dumps(ollama_envelope(error)).encode() + b"\n"
 
 
 def now() -> str:

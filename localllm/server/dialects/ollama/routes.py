@@ -33,6 +33,7 @@ from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import GenerationJob, PrefillProgress
 from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import ignored_header, request_id
+from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ServedModel
@@ -41,7 +42,7 @@ from localllm.server.serving import Dialect, JobFactory, Server, TranslatedReque
 # The Ollama release whose API this is; VS Code requires at least 0.6.4.
 VERSION = "0.12.11"
 # No keep-alives: clients parse every line, even a blank one.
-_OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", lines.error_body, streams=True)
+_OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", ollama_envelope, streams=True)
 # Load parameters have no effect, and nothing is sampled.
 _EMBED_HINTS = requests.HINTS | {"options", "truncate"}
 _UNSUPPORTED = ("/api/create", "/api/push", "/api/copy")
@@ -143,7 +144,7 @@ def _managing(router: APIRouter, server: Server) -> None:
             media_type=_OLLAMA.media_type,
             keepalive=lambda: b"",
             frame_error=lines.frame_error,
-            error_body=lines.error_body,
+            error_body=ollama_envelope,
             headers=lambda: headers,
         )
 

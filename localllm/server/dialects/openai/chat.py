@@ -182,7 +182,7 @@ class ChatChunks(ReplyWriter):
         if self._include_usage:
             data = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
             self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
-        self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
+        self._outbox.write(f": cache {usage.cache_note}\ndata: [DONE]\n\n".encode())
 
     def _send(self, choice: int, delta: str) -> None:
         self._outbox.write(f"{self._openings[choice]}{delta}{self._closing}".encode())

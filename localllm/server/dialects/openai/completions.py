@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -14,7 +16,7 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import Constraint, Limit, SamplingFields, first_limit
 from localllm.server.dialects.openai.chat import ChatChunks, StreamOptions, chat_completion, usage_body, wants_usage
-from localllm.server.dialects.wire import quote, timings_body
+from localllm.server.dialects.wire import quote, timings_body, token_logprob
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import fim_prompt, wants_bos
@@ -164,7 +166,7 @@ class CompletionChunks(ReplyWriter):
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         data = json.dumps(logprobs_body(logprobs, self._tokens_end[choice])) if logprobs else "null"
-        self._tokens_end[choice] += sum(len(p.text) for p in logprobs)
+        self._tokens_end[choice] = offsets(logprobs, self._tokens_end[choice])[-1]
         self._outbox.write(
             f'{self._head},"choices":[{{"index":{choice},"text":{quote(text)},"logprobs":{data},'
             f'"finish_reason":null{self._tail}'.encode()
@@ -180,7 +182,7 @@ class CompletionChunks(ReplyWriter):
         if self._include_usage:
             data = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
             self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
-        self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
+        self._outbox.write(f": cache {usage.cache_note}\ndata: [DONE]\n\n".encode())
 
 
 def whole(collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
@@ -205,16 +207,40 @@ def whole(collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bo
 
 def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, Any]:
     """The legacy format: parallel arrays. `at` is the offset of the first token in the answer."""
-    offsets = []
-    for p in logprobs:
-        offsets.append(at)
-        at += len(p.text)
     return {
-        "tokens": [p.text for p in logprobs],
+        "tokens": [token_logprob(p.text, p.logprob)["token"] for p in logprobs],
         "token_logprobs": [p.logprob for p in logprobs],
-        "top_logprobs": [{t: lp for t, _, lp in p.top} for p in logprobs],
-        "text_offset": offsets,
+        "top_logprobs": [_by_name(p.top) for p in logprobs],
+        "text_offset": offsets(logprobs, at)[:-1],
     }
+
+
+def offsets(logprobs: Sequence[TokenLogprob], at: int = 0) -> list[int]:
+    """Where each token begins in the answer, of which the first one is at `at`, and where the last one ends; of several tokens
+    that make one character, at that character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    found = [at]
+    for p in logprobs:
+        found.append(found[-1] + len(decoder.decode(p.text.encode("utf-8", "surrogateescape"))))
+    return found
+
+
+def _named(text: str) -> str:
+    """A token's text, or what OpenAI writes for one that is no text: bytes:\\xf0\\x9f."""
+    data = text.encode("utf-8", "surrogateescape")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+
+
+def _by_name(top: Sequence[tuple[str, int, float]]) -> dict[str, float]:
+    """All alternatives: of two tokens that are written alike (a byte, a control token) the second goes by its id."""
+    named: dict[str, float] = {}
+    for text, token, logprob in top:
+        name = _named(text)
+        named[name if name not in named else f"token_id:{token}"] = logprob
+    return named
 
 
 def new_id() -> str:

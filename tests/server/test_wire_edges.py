@@ -1,0 +1,125 @@
+"""Targets, empty lines, envelopes of refusals and field names, as the specifications and other servers have them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.server.http.accounts import KeyLimits, NamedKey
+from support.http_server import Running, running_server
+from support.scripted_engine import ScriptedEngine
+
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+EVERY = (
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/api/chat",
+    "/api/show",
+    "/v1/chat/completions",
+    "/api/v0/models",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running_server({"m": ScriptedEngine()}) as running:
+        yield running
+
+
+def _answer(server: Running, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as s:
+        s.sendall(data)
+        out = b""
+        while part := s.recv(65536):
+            out += part
+    return out
+
+
+def _request(server: Running, target: str, host: str | None = None) -> bytes:
+    body = json.dumps(HI).encode()
+    head = f"POST {target} HTTP/1.1\r\nHost: {host or f'localhost:{server.port}'}\r\nConnection: close\r\n"
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["http://localhost:1/v1/chat/completions", "HTTPS://127.0.0.1/v1/chat/completions?a=1", "//v1/chat/completions",
+     "/v1//chat///completions", "http://localhost//v1/chat/completions/"],
+)  # fmt: skip
+def test_a_target_means_its_path(server: Running, target: str) -> None:
+    assert b" 200 " in _answer(server, _request(server, target))[:20]
+
+
+def test_the_host_of_an_absolute_target_counts(server: Running) -> None:
+    assert b" 403 " in _answer(server, _request(server, "http://evil.example/v1/chat/completions"))[:20]
+    assert b" 200 " in _answer(server, _request(server, "http://localhost/v1/chat/completions", "evil.example"))[:20]
+
+
+@pytest.mark.parametrize("lines", [b"\r\n", b"\r\n\r\n", b"\n"])
+def test_empty_lines_before_a_request_are_nothing(server: Running, lines: bytes) -> None:
+    assert b" 200 " in _answer(server, lines + _request(server, "/v1/chat/completions"))[:20]
+
+
+def _is_of_its_dialect(path: str, answer: httpx.Response) -> bool:
+    body = answer.json()
+    if path.startswith("/v1/messages"):
+        names = {
+            401: "authentication_error",
+            403: "permission_error",
+            413: "request_too_large",
+            429: "rate_limit_error",
+        }
+        named = names.get(answer.status_code, "invalid_request_error")
+        return bool(body["type"] == "error" and body["error"]["type"] == named and body["error"]["message"])
+    if path in ("/api/chat", "/api/show"):
+        return isinstance(body["error"], str)
+    return isinstance(body["error"]["message"], str)
+
+
+@pytest.mark.parametrize("path", EVERY)
+def test_what_is_refused_before_the_routes_has_the_envelope_of_its_path(path: str) -> None:
+    key = NamedKey("k", sha256(b"secret").digest(), KeyLimits(requests_per_minute=1))
+    settings: dict[str, Any] = {
+        "api_key": "s",
+        "keys": (key,),
+        "max_body_bytes": 100,
+        "allowed_origins": ("https://page.example",),
+    }
+    with running_server({"m": ScriptedEngine()}, **settings) as server:
+        auth = {"authorization": "Bearer s", "origin": "https://page.example"}
+        other = {"authorization": "Bearer secret", "origin": "https://page.example"}
+        with httpx.Client(base_url=server.url) as http:
+            answers = {
+                401: http.post(path, json=HI, headers={"origin": "https://page.example"}),
+                403: http.post(path, json=HI, headers={**auth, "host": "evil.example"}),
+                405: http.request("PATCH", path, json={}, headers=auth),
+                413: http.post(path, json={"a": "x" * 200}, headers=auth),
+                415: http.post(path, content=b"{}", headers={**auth, "content-type": "text/plain"}),
+            }
+            http.post(path, json=HI, headers=other)
+            answers[429] = http.post(path, json=HI, headers=other)
+    for status, answer in answers.items():
+        assert answer.status_code == status, answer.text
+        assert _is_of_its_dialect(path, answer), answer.text
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": {"a": 1}}, "prompt.prompt_string"), ({"prompt": [1, {"a": 2}]}, "prompt.1"), ({"prompt": []}, "prompt"),
+        ({"stop": 5}, "stop"), ({"stop": ["a", 5]}, "stop.1"), ({"logit_bias": [[1, "x"]]}, "logit_bias.0.1"),
+        ({"logit_bias": {"1": []}}, "logit_bias.1"), ({"logit_bias": [[1, True]]}, "logit_bias"),
+        ({"n_predict": "x"}, "n_predict"), ({"temperature": "hot"}, "temperature"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_that_was_sent(server: Running, body: dict[str, object], field: str) -> None:
+    answer = httpx.post(server.url + "/completion", json={"prompt": "x", **body})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert not any(word in answer.text for word in ("list[", "constrained", "str]", "pydantic", "Fields"))
