@@ -79,7 +79,10 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
     if role not in ROLES:
         known = ", ".join(("system", "developer", "user", "assistant", "tool"))
         raise RequestError(f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role")
-    parts, thoughts = _split_reasoning(message.get("content"))
+    sent = message.get("content")
+    if role == "tool" and isinstance(sent, Mapping):  # what a tool returned, as it is
+        sent = json.dumps(sent, ensure_ascii=False)
+    parts, thoughts = _split_reasoning(sent)
     found = Attachments()
     content, images = flatten(parts, f"{where}.content", omitted, found), found.images
     if message.get("images"):  # Ollama's spelling

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localllm.errors import ModelFileError
 from localllm.library import names
@@ -71,6 +72,33 @@ def said_names(file: Path) -> frozenset[str]:
     header = _peeked(file)
     said = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)] if header else []
     return frozenset(bare for name in said if (bare := names.bare(name)))
+
+
+def header_facts(file: Path) -> dict[str, Any]:
+    """What a GGUF file's header, or a checkpoint folder's config.json, says of the model: architecture, parameter_count,
+    embedding_length and context_length, as far as it does. Reads no weights."""
+    from localllm_catalog import gguf
+
+    if file.is_dir():
+        try:
+            config = json.loads((file / "config.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        named = {
+            "model_type": "architecture",
+            "hidden_size": "embedding_length",
+            "max_position_embeddings": "context_length",
+        }
+        return {ours: config[theirs] for theirs, ours in named.items() if config.get(theirs)}
+    try:
+        header = gguf.read(file)
+    except (CatalogError, OSError):
+        return {}
+    found: dict[str, Any] = {"architecture": header.architecture}
+    found["parameter_count"] = sum(tensor.n_elements for tensor in header.tensors)
+    for name in ("embedding_length", "context_length"):
+        found[name] = header.integer(f"{header.architecture}.{name}")
+    return {name: value for name, value in found.items() if value}
 
 
 def _peeked(file: Path) -> tuple[Mapping[str, Value], int] | None:

@@ -16,13 +16,16 @@ import httpx
 import pytest
 
 from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import RequestError
+from localllm.library.file_kinds import header_facts
 from localllm.server.dialects.ollama.requests import keep_alive_s
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.unloading import KeepAlive, unload_idle
 from localllm.server.models.worker import ModelMetadata, ModelWorker
 from localllm_backends.contract import LoadSpec
+from models.tiny_bert import write_bert
 from server.test_idle import Host
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
@@ -364,3 +367,24 @@ def test_an_image_in_the_history_does_not_end_the_chat(http: httpx.Client, engin
     reply = http.post(CHAT, json={"messages": later, "stream": False})
     assert reply.headers["x-localllm-ignored"] == "messages.images"
     assert "[image omitted" in engine.requests[-1].prompt
+
+
+def test_an_unloaded_model_is_shown_from_its_header(tiny_model: Path) -> None:
+    model = ServedModel("m", ScriptedEngine(), details={"header": lambda: header_facts(tiny_model)})
+    with running_server([model]) as server:
+        said = httpx.post(server.url + "/api/show", json={"model": "m"}).json()
+        nothing = httpx.post(server.url + "/api/show", json={})
+    assert said["model_info"]["general.architecture"] == said["details"]["family"] == "llama"
+    assert said["model_info"]["general.parameter_count"] > 0
+    assert said["model_info"]["llama.embedding_length"] > 0
+    assert nothing.status_code == 400
+
+
+def test_of_nothing_there_are_no_vectors(tmp_path: Path) -> None:
+    model = ServedModel("v", Supervisor(EmbeddingOptions(str(write_bert(tmp_path / "vectors.gguf")))), embeds=True)
+    sent: list[tuple[str, Any]] = [("input", ""), ("input", []), ("prompt", "")]
+    with running_server([model]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        for name, nothing in sent:
+            path, key = ("/api/embed", "embeddings") if name == "input" else ("/api/embeddings", "embedding")
+            answer = http.post(path, json={"model": "v", name: nothing})
+            assert (answer.status_code, answer.json()[key]) == (200, []), answer.text

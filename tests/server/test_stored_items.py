@@ -7,12 +7,18 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm.server.dialects.responses.store import ConversationFields, Conversations
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
 
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'
+
+
+def _part(text: str) -> list[dict[str, str]]:
+    """A sent text as it is stored: the SDK's types have parts."""
+    return [{"type": "input_text", "text": text}]
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +86,14 @@ def test_a_response_says_what_it_answered(http: httpx.Client) -> None:
     path = f"{RESPONSES}/{second['id']}/input_items"
     listed = http.get(path, params={"order": "asc"}).json()
     said = [item.get("content") for item in listed["data"]]
-    assert (said[0], said[-2:]) == ("One.", ["Two.", "Three."])
+    assert (said[0], said[-2:]) == (_part("One."), [_part("Two."), _part("Three.")])
     assert [i["id"] for i in listed["data"]][1:3] == [i["id"] for i in first["output"]]
     assert all(item["id"] for item in listed["data"])
     assert (listed["object"], listed["has_more"]) == ("list", False)
     newest = http.get(path, params={"limit": 1}).json()
-    assert (newest["data"][0]["content"], newest["has_more"]) == ("Three.", True)
+    assert (newest["data"][0]["content"], newest["has_more"]) == (_part("Three."), True)
     after = http.get(path, params={"limit": 1, "after": newest["last_id"]}).json()
-    assert after["data"][0]["content"] == "Two."
+    assert after["data"][0]["content"] == _part("Two.")
     assert http.get(f"{RESPONSES}/resp_nobody/input_items").status_code == 404
 
 
@@ -119,7 +125,7 @@ def test_a_conversation_grows_with_every_answer(http: httpx.Client, engine: Scri
     assert http.delete(f"{path}/items/{items[0]['id']}").json()["id"] == made["id"]
     assert http.get(f"{path}/items/{items[0]['id']}").status_code == 404
     added = http.post(path + "/items", json={"items": [{"role": "user", "content": "Four."}]}).json()
-    assert added["data"][0]["content"] == "Four."
+    assert added["data"][0]["content"] == _part("Four.")
     assert http.post(path, json={"metadata": {"c": "d"}}).json()["metadata"] == {"c": "d"}
     assert http.get(path).json()["metadata"] == {"c": "d"}
 
@@ -161,3 +167,51 @@ def test_a_conversation_deleted_while_it_is_answered_ends_well(http: httpx.Clien
     finally:
         engine.script = ["Well, ", CALL]
     assert kinds[-1] == "response.completed"
+
+
+_SENT: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi."},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]},
+    {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+    {"type": "reasoning"},
+    {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "42"},
+]
+
+
+def test_stored_items_have_all_that_their_types_have(http: httpx.Client) -> None:
+    response = create(http, [*_SENT, {"role": "user", "content": "Go."}])
+    conversation = http.post(CONVERSATIONS, json={"items": _SENT}).json()["id"]
+    for path in (f"{RESPONSES}/{response['id']}/input_items", f"{CONVERSATIONS}/{conversation}/items"):
+        items = http.get(path, params={"limit": 100, "order": "asc"}).json()["data"][: len(_SENT)]
+        heads = [(item["type"], item["id"].partition("_")[0]) for item in items]
+        message, call = ("message", "msg"), ("function_call", "fc")
+        assert heads == [*[message] * 4, ("reasoning", "rs"), call, ("function_call_output", "fco")]
+        assert items[0]["content"] == [{"type": "input_text", "text": "Hi."}]
+        assert items[1]["content"] == [{"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}]
+        assert items[2]["content"] == items[1]["content"]
+        assert items[4]["summary"] == []
+        assert all(item["status"] == "completed" for item in items if item["type"] != "reasoning")
+
+
+def test_a_response_says_what_it_wrote_to_the_cache(http: httpx.Client) -> None:
+    usage = create(http, "Hi.")["usage"]
+    details = usage["input_tokens_details"]
+    assert details["cache_write_tokens"] == usage["input_tokens"] - details["cached_tokens"]
+
+
+def test_room_that_a_dropped_item_took_is_free_again() -> None:
+    kept = Conversations()
+    first, second = (kept.create(ConversationFields(items=[]))["id"] for _ in range(2))
+    large = {"role": "user", "content": "x" * (40 * 2**20)}
+    for _ in range(3):  # two of them at once would push a conversation out
+        item = kept.add(first, [large])[0]
+        kept.drop_item(first, item["id"])
+    assert kept.items(first) == kept.items(second) == []
+
+
+def test_compacting_is_refused_by_name(http: httpx.Client) -> None:
+    answer = http.post(RESPONSES + "/compact", json={"input": "Hi."})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+    assert "responses.compact" in answer.json()["error"]["message"]

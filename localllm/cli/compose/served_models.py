@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
@@ -210,10 +211,11 @@ def facts_before(local: LocalModel) -> ModelMetadata:
 
 def _details(local: LocalModel, architecture: str) -> dict[str, object]:
     from localllm.library.digests import ModelDigest
+    from localllm.library.file_kinds import header_facts
 
     return {
         "format": local.format, "quant": local.quant, "bytes": local.size_bytes, "architecture": architecture,
-        "digest": ModelDigest(local),
+        "digest": ModelDigest(local), "header": cache(partial(header_facts, local.path)),
     }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def model_for(models: ModelRouter, name: str | None) -> ServedModel:
         return model
     served = ", ".join(m.name for m in embedding)
     raise UnsupportedError(
-        f"{model.name} generates text; it makes no embeddings",
+        f"{model.name} {'ranks' if model.ranks else 'generates text'}; it makes no embeddings",
         hint=f"name an embedding model: {served}"
         if served
         else "serve an embedding model beside it: `localllm serve MODEL --also EMBEDDING_MODEL`",
@@ -62,6 +62,8 @@ async def answer(
 
     async def work() -> tuple[list[bytes], int]:
         with server.serving(model, translated.keep_s):
+            if not translated.inputs:
+                return [], 0
             engine = await model.engine()
             if not isinstance(engine, Embeds):
                 raise UnsupportedError(f"{model.name} makes no embeddings", param="model")

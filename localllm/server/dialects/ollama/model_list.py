@@ -86,7 +86,15 @@ def _expires_at(model: ServedModel, idle_s: float) -> str:
 def show(model: ServedModel, template: str) -> dict[str, Any]:
     """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks for."""
     info = model.info
-    architecture = info.architecture if info else "unknown"
+    read = model.details.get("header")
+    header: dict[str, Any] = read() if callable(read) else {}
+    architecture = info.architecture if info else header.get("architecture", "unknown")
+    n_params = info.n_params if info else header.get("parameter_count")
+    details = model_details(model)
+    if info is None and header:
+        details |= {"family": architecture, "families": [architecture]}
+        details["parameter_size"] = f"{n_params / 1e9:.1f}B" if n_params else ""
+    width = {f"{architecture}.embedding_length": header["embedding_length"]} if "embedding_length" in header else {}
     capabilities = model.capabilities
     parameters = _parameters(model)
     if "insert" in capabilities:
@@ -95,12 +103,13 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
         "modelfile": f"FROM {model.name}\n" + "".join(f"PARAMETER {line}\n" for line in parameters),
         "parameters": "\n".join(parameters),
         "template": template,
-        "details": model_details(model),
+        "details": details,
         "model_info": {
             "general.architecture": architecture,
             "general.basename": model.name,
-            "general.parameter_count": info.n_params if info else None,
-            f"{architecture}.context_length": model.served_n_ctx,
+            "general.parameter_count": n_params,
+            f"{architecture}.context_length": model.served_n_ctx or header.get("context_length"),
+            **width,
         },
         "capabilities": capabilities,
         "modified_at": tag(model)["modified_at"],

@@ -27,7 +27,7 @@ from localllm.server.dialects.fields import (
     of_response_format,
     of_schema,
 )
-from localllm.server.dialects.vectors import EmbeddingRequest, Texts, cut, numbers
+from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, cut, numbers
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import AnswerPlan, GenerationJob
 from localllm.server.generation.prompt import ResponseOptions, fim_prompt, wants_bos
@@ -220,7 +220,7 @@ async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClie
 class OllamaEmbed(RequestBody):
     """POST /api/embed."""
 
-    input: str | Texts
+    input: str | Annotated[list[str], Field(max_length=MOST_INPUTS)]
     truncate: bool | None = Field(None, description="cut what is too long (the default), or refuse it")
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
     keep_alive: str | float | None = None
@@ -240,13 +240,14 @@ def translate_embed(fields: OllamaEmbed, model: ServedModel) -> EmbeddingRequest
     def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
         return {
             "model": model.name,
+            # Of nothing there is none, as Ollama answers.
             "embeddings": [numbers(cut(row, fields.dimensions)) for row in rows],
             "total_duration": int((time.monotonic() - started) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": tokens,
         }
 
-    inputs = [fields.input] if isinstance(fields.input, str) else list(fields.input)
+    inputs = [fields.input] if isinstance(fields.input, str) and fields.input else list(fields.input)
     return EmbeddingRequest(inputs, body, truncate=fields.truncate is not False, keep_s=keep_alive_s(fields.keep_alive))
 
 
@@ -254,6 +255,8 @@ def translate_older_embed(fields: OllamaEmbeddings, model: ServedModel) -> Embed
     """/api/embeddings, with its one vector."""
 
     def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
-        return {"embedding": numbers(rows[0])}
+        return {"embedding": numbers(rows[0]) if rows else []}
 
-    return EmbeddingRequest([fields.prompt], body, truncate=True, keep_s=keep_alive_s(fields.keep_alive))
+    return EmbeddingRequest(
+        [fields.prompt] if fields.prompt else [], body, truncate=True, keep_s=keep_alive_s(fields.keep_alive)
+    )

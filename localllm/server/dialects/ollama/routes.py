@@ -207,9 +207,10 @@ def _about_models(router: APIRouter, server: Server) -> None:
 
     async def show(request: Request) -> Response:
         fields, ignored = read(OllamaManaged, await read_json(request, server.settings), requests.HINTS)
-        model = await server.models.find(fields.model or fields.name)
+        model = await server.models.find(fields.wanted())
         template = (model.info.chat_template or "") if model.info else ""
-        return JSONResponse(model_list.show(model, template), headers=ignored_header(ignored))
+        body = await asyncio.to_thread(model_list.show, model, template)
+        return JSONResponse(body, headers=ignored_header(ignored))
 
     post(router, "/api/show", refusing(_OLLAMA, show), "One model's facts", body_of(OllamaManaged, "capabilities"))
 

@@ -41,7 +41,7 @@ class CompletionFields(SamplingFields):
     max_tokens: Limit | None = Field(None, description="default, and -1: the remaining window")
     n_predict: Limit | None = None
     echo: bool | None = Field(None, description="put the prompt before the answer")
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=20, strict=True)
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
 

@@ -139,7 +139,10 @@ class ResponseEvents(ReplyWriter):
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         self.body["usage"] = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

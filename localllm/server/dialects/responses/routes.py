@@ -77,6 +77,13 @@ def routes(server: Server) -> APIRouter:
         wanted, _ = read(PageFields, request.query_params)
         return page(states.mine().responses.sent(response_id), wanted)
 
+    @router.post("/v1/responses/compact", response_model=None, include_in_schema=False)
+    async def compact() -> dict[str, Any]:
+        raise UnsupportedError(
+            "responses.compact is not supported: a conversation is shortened by its oldest turns, not rewritten",
+            hint="send the whole input with truncation auto",
+        )
+
     @router.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str) -> dict[str, Any]:
         """Refused: a stored response has ended, and a running one is cancelled by disconnecting."""

@@ -21,6 +21,42 @@ _KEPT = "responses are kept in memory until the server stops; send the whole con
 Items = Annotated[list[dict[str, Any]], Field(max_length=512)]
 
 
+# How the ids of items begin, by type.
+_ID_HEADS = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}  # fmt: skip
+
+
+def typed(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A sent item as it is kept and shown: with all that OpenAI's types of a stored one have, which a client may leave out."""
+    kind = item.get("type") or "message"
+    whole: dict[str, Any] = {**item, "type": kind}
+    whole["id"] = item.get("id") or f"{_ID_HEADS.get(kind, 'item')}_{secrets.token_hex(12)}"
+    if kind == "reasoning":
+        whole["summary"] = item.get("summary") or []
+        return whole
+    whole["status"] = item.get("status") or "completed"
+    if kind == "message":
+        answer = item.get("role") == "assistant"
+        content = item.get("content")
+        if not isinstance(content, list):
+            content = [{"type": "output_text" if answer else "input_text", "text": content or ""}]
+        whole["content"] = [_whole_part(part) for part in content]
+    return whole
+
+
+def _whole_part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "output_text":
+        return {"annotations": [], "logprobs": [], **part}
+    return {"detail": "auto", **part} if kind == "input_image" else part
+
+
+def _chars(item: Mapping[str, Any]) -> int:
+    return len(json.dumps(item))
+
+
 class PreviousResponseError(NotFoundError):
     """`previous_response_id` names a response that is not stored here (any more)."""
 
@@ -48,7 +84,7 @@ class ResponseStore:
 
     def put(self, body: dict[str, Any], before: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]) -> None:
         """ResponseStore a finished response with its input items: those of earlier responses, then its own."""
-        own: list[dict[str, Any]] = [{**item, "id": item.get("id") or f"msg_{secrets.token_hex(12)}"} for item in sent]
+        own = list(map(typed, sent))
         earlier = list(map(dict, before))
         stored = _StoredResponse(body, earlier, own, len(json.dumps([earlier, own, body["output"]])))
         self._entries[body["id"]] = stored
@@ -178,9 +214,9 @@ class Conversations:
 
     def add(self, conversation_id: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Append `items`; returns them with ids. Raises ConversationNotFoundError."""
-        added = [{**item, "id": item.get("id") or f"msg_{secrets.token_hex(12)}"} for item in items]
+        added = list(map(typed, items))
         self._get(conversation_id)[1].extend(added)
-        self._chars[conversation_id] += len(json.dumps(added))
+        self._chars[conversation_id] += sum(map(_chars, added))
         while len(self._entries) > _MAX_ENTRIES or (sum(self._chars.values()) > _MAX_CHARS and self._entries):
             self.drop(next(iter(self._entries)))
         return added
@@ -202,6 +238,7 @@ class Conversations:
         found = self.item(conversation_id, item_id)
         body, items = self._entries[conversation_id]
         items.remove(found)
+        self._chars[conversation_id] -= _chars(found)
         return body
 
     def _get(self, conversation_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
