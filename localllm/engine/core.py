@@ -52,8 +52,8 @@ class EngineSettings:
     `headroom_bytes` of the system's memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes`
     of it are what loading takes (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more
     than that to read are read in slices while others decode, where the backend can (0: never). `kv_evidence_dir`: where
-    what KV types cost in precision is kept once it is measured (None: it isn't). `gives_way`: decode takes fewer threads while
-    other programs want the processors."""
+    what KV types cost in precision is kept once it is measured, and how drafters fared (None: it isn't).
+    `gives_way`: decode takes fewer threads while other programs want the processors."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30
@@ -91,7 +91,9 @@ class Engine:
         self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
-        drafting = DraftContext(self.backend, self.draft_backend, self.settings.draft, self.clock)
+        kept = self.settings.kv_evidence_dir
+        folder = Path(kept) / "drafting" if kept is not None else None
+        drafting = DraftContext(self.backend, self.draft_backend, self.settings.draft, self.clock, folder)
         others = of_this_process()
         self.speculator = Speculator(drafting, others)
         self._sizer = ChunkSizer(self.backend.info.n_batch, on_device=self.backend.capabilities.kv_on_device)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Self
 
 from localllm.engine.request import RunningRequest
@@ -27,12 +28,13 @@ _SMOOTHING = 0.2
 @dataclass(frozen=True, slots=True)
 class DraftContext:
     """What a drafter is made from: the engine's `backend`, the backend of the draft model if one was named, the engine's
-    `mode` (auto, mtp, ngram, off; see `EngineSettings.draft`) and its clock."""
+    `mode` (auto, mtp, ngram, off; see `EngineSettings.draft`) and its clock. `folder`: where how drafters fared is kept."""
 
     backend: Backend
     draft_backend: Backend | None = None
     mode: str = "auto"
     clock: Callable[[], float] = time.monotonic
+    folder: Path | None = None
 
 
 class Drafter(ABC):

@@ -262,6 +262,15 @@ class Acceptance:
         return self._average.seen
 
     @property
+    def counted(self) -> tuple[float, float]:
+        """(right, seen), to begin with another time."""
+        return self._average.hits, self._average.seen
+
+    @counted.setter
+    def counted(self, counted: tuple[float, float]) -> None:
+        self._average.hits, self._average.seen = counted
+
+    @property
     def rate(self) -> float:
         """Probability that the next drafted token is accepted."""
         return self._average.rate(self._shared.rate if self._shared is not None else self._prior)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
+from localllm import paths
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation import DraftContext, Drafter, registered
@@ -56,6 +61,8 @@ _PLAIN_EVERY = 64
 _RETRY_TOKENS, _MOST_RETRIES, _TRIAL_TOKENS = 24, 6, 2
 # So many guesses show how a drafter fares.
 _LEAST_SEEN = 4
+# Kept behind so long a rest, and recalled as so many guesses at most.
+_REMEMBERED_S, _MOST_RECALLED = 2.0, 16.0
 # So many salts have their recent answers kept.
 _MOST_RECENTS = 64
 
@@ -133,6 +140,7 @@ class Speculator:
         made = [kind.for_engine(self.context) for kind in kinds]
         self.drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in made if drafter is not None}
         self._acceptance = {name: Acceptance() for name in self.drafters}
+        self._kept = self._recall()
         # By salt: others' words would be told by how fast they come.
         self._recent = lru_cache(_MOST_RECENTS)(lambda salt: RecentOutputs())
         self._tallies = {
@@ -352,6 +360,8 @@ class Speculator:
         """Housekeeping: one piece of a drafter's, or one measurement while nobody waits, and nobody has for `rested_s`. True:
         more to do."""
         more = sum(drafter.tick(busy=busy) for drafter in self.drafters.values()) > 0
+        if not busy and rested_s >= _REMEMBERED_S:
+            self._remember()
         return more or (not busy and self._measure(rested_s))
 
     def _measure(self, rested_s: float) -> bool:
@@ -373,7 +383,36 @@ class Speculator:
             except BackendFailure as e:
                 self.off_because = f"a trial draft ({name}) failed: {e}"
 
+    # --- from one process to the next ----------------------------------------------------------------------------
+
+    def _file(self, name: str) -> Path | None:
+        """Where it is kept how a drafter fares with these models, on this machine, as this build computes."""
+        second, info = self.context.draft_backend, self.backend.info
+        said = f"{name} {info.fingerprint} {info.kv_meaning} {second.info.fingerprint if second is not None else ''}"
+        digest = hashlib.sha256(said.encode()).hexdigest()[:32]
+        return self.context.folder / f"{digest}.json" if self.context.folder is not None else None
+
+    def _recall(self) -> dict[str, tuple[float, float]]:
+        for name, acceptance in self._acceptance.items():
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                if (file := self._file(name)) is not None:
+                    body = json.loads(file.read_text(encoding="utf-8"))
+                    right, seen = float(body["right"]), float(body["seen"])
+                    # No more of it than some new guesses outweigh: what is asked may have changed.
+                    if 0 <= right <= seen and (weight := min(1.0, _MOST_RECALLED / max(seen, 1.0))):
+                        acceptance.counted = right * weight, seen * weight
+        return {name: acceptance.counted for name, acceptance in self._acceptance.items()}
+
+    def _remember(self) -> None:
+        for name, acceptance in self._acceptance.items():
+            if acceptance.counted != self._kept[name] and (file := self._file(name)) is not None:
+                self._kept[name] = right, seen = acceptance.counted
+                with suppress(OSError):
+                    paths.private_dir(file.parent)
+                    paths.write_private(file, json.dumps({"right": right, "seen": seen}))
+
     def close(self) -> None:
+        self._remember()
         for drafter in self.drafters.values():
             drafter.close()
 
