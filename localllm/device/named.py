@@ -236,7 +236,7 @@ def _simulate(
         match=row.name,
         simulated=True,
         findings=(*findings, *said),
-        cpu=row.cpu[0] if row.cores else "",
+        cpu=row.cpu[0] if row.cores and row.cpu else "",
         n_cpu_cores=row.cores,
         cpu_vectors=row.vectors,
     )
@@ -417,7 +417,8 @@ def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps
         device = replace(device, memory=replace(memory, basis="given"), simulated=True, cards=())
     if bandwidth_gbps is not None:
         figure = Figure(bandwidth_gbps, "given", "--bandwidth")
-        device = replace(device, bandwidth_gbps=figure, simulated=True)
+        # Another memory is another machine: what this one's processor was timed at says nothing of it.
+        device = replace(device, bandwidth_gbps=figure, simulated=True, matrix_rates=())
     return device
 
 

@@ -29,6 +29,11 @@ from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 ASSUMED_BANDWIDTH_GBPS = 20.0
+# What a processor reads of its memory's nominal rate: of an EPYC 9554's 461 GB/s a 14B in Q4_K_M takes 28.7 tokens/s and in Q8_0
+# 19.2 (https://ahelpme.com/?p=6685), 260 and 299 GB/s. And what one of its cores takes of that at most: a 7B in Q4_0 and Q4_K on
+# one thread 15.5 and 17.7 GB/s (github.com/ggml-org/llama.cpp, tools/llama-bench; a Ryzen 6800H).
+CPU_NOMINAL_SHARE = 0.75
+CPU_CORE_GBPS = 20.0
 # What a memory delivers of its nominal rate at most.
 PEAK_SHARE = 0.98
 # One core's rate at one token's attention: llama.cpp 0.3.36's F16 dot products and running softmax on Zen 4 (AVX-512), two
@@ -105,7 +110,10 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     name = device.match or device.name
     share = efficiency.share(efficiency.part(name), device.compute_units)
     clock_ghz = efficiency.REFERENCE_GHZ if device.accelerator == "cpu" else efficiency.clock_ghz(name)
-    keys, bandwidth_gbps = efficiency.device_keys(device, backend), bandwidth_of(device)[0]
+    keys, (bandwidth_gbps, basis) = efficiency.device_keys(device, backend), bandwidth_of(device)
+    if device.accelerator == "cpu" and basis in ("datasheet", "derived", "given"):
+        cores_gbps = CPU_CORE_GBPS * (device.n_cpu_cores or math.inf)
+        bandwidth_gbps = min(CPU_NOMINAL_SHARE * bandwidth_gbps, cores_gbps)
     plain_tflops, _ = efficiency.nominal_tflops(device)
     rates = device.matrix_rates if keys[0] == "cpu" else ()
     lanes = efficiency.lane_tflops(name, device.compute_units) if keys[0] == "cuda" else 0.0

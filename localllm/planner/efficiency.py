@@ -221,8 +221,11 @@ _BOARD_CLOCK_GHZ = (
     (r"titan v", 1.45),
     (r"\bl4\b", 2.04),
 )
-# One CPU core's matrix rate under llama.cpp's kernels (AVX2/NEON), order of magnitude; the benchmark corrects it.
-_TFLOPS_PER_CORE = 0.05
+# What cores multiply matrices of Q4_K at, TFLOP/s of one by its widest vectors, and the power of their number: together they run
+# slower. Two Zen cores with AVX-512 289 GFLOP/s (llama.cpp 0.3.36, 512 tokens); 64 of an EPYC 7702 (AVX2) read 301 tokens/s of a
+# 3B in Q4_K_M, 1.9 TFLOP/s (https://huggingface.co/bartowski, llama-bench in his model cards).
+_CORE_TFLOPS = {"AVX-512": 0.12, "AVX2": 0.05}
+_CORES_POWER = 0.85
 # The type of weights whose product, where it was timed, is a processor's nominal rate.
 CPU_YARDSTICK = "Q4_K"
 
@@ -238,7 +241,8 @@ def nominal_tflops(device: Device, backend: str = "") -> tuple[float, str]:
         timed = next((rates.usual for rates in device.matrix_rates if rates.type == CPU_YARDSTICK), None)
         if timed is not None:
             return timed.prompt_tflops.value, timed.prompt_tflops.basis
-        return max(1, device.n_cpu_cores) * _TFLOPS_PER_CORE, "assumed"
+        core = _CORE_TFLOPS.get(device.cpu_vectors, _CORE_TFLOPS["AVX2"])
+        return max(1, device.n_cpu_cores) ** _CORES_POWER * core, "assumed"
     return part_tflops(device.match or device.name, device.compute_units,
                        device.fp16_tflops.value if device.fp16_tflops else 0.0, engine=engine_of(device, backend))  # fmt: skip
 

@@ -1,0 +1,60 @@
+"""Processors by name: cores and vectors of each, speeds by the law, and never what the asker's own was timed at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from localllm.device import table
+from localllm.device.named import overridden, resolve
+from localllm.device.types import Figure, MatrixRates, TypeRates
+from localllm.planner import speed
+from localllm.planner.recommend import recommend
+from localllm.planner.types import Workload
+from localllm_catalog import catalog
+from localllm_catalog.types import Model, Variant
+
+CATALOG = catalog.load()
+CPUS = [row.name for row in table.rows() if row.accelerator == "cpu"]
+
+
+def file_of(model_id: str, quant: str) -> tuple[Model, Variant]:
+    model = CATALOG.by_id[model_id]
+    return model, next(v for v in model.variants if v.quant == quant and v.format == "gguf")
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_every_processor_of_the_table_has_cores_and_vectors(name: str) -> None:
+    device = resolve(name)
+    assert device.n_cpu_cores > 1
+    assert device.cpu_vectors
+
+
+@pytest.mark.parametrize(("quant", "tok_s"), [("Q4_K_M", 28.74), ("Q6_K", 23.25), ("Q8_0", 19.19)])
+def test_an_epyc_decodes_as_it_was_measured(quant: str, tok_s: float) -> None:
+    """Phi-4 on an EPYC 9554 with twelve channels of DDR5-4800 (https://ahelpme.com/?p=6685)."""
+    said = speed.decode(resolve("EPYC 9554 192GB"), *file_of("phi-4", quant)).value
+    assert said == pytest.approx(tok_s, rel=0.25)
+
+
+def test_more_cores_read_prompts_faster_and_decode_no_slower() -> None:
+    few, many = (replace(resolve("EPYC 9005 12-channel DDR5-6000"), n_cpu_cores=n) for n in (8, 64))
+    known = file_of("gpt-oss-120b", "MXFP4")
+    assert speed.prefill(many, *known).value > 3 * speed.prefill(few, *known).value
+    assert speed.prefill(many, *known).value > 100
+    assert speed.decode(many, *known).value > speed.decode(few, *known).value
+
+
+def test_a_server_of_768_gb_is_given_a_large_model() -> None:
+    first = recommend(
+        resolve("EPYC 9005 12-channel DDR5-6000", memory_gb=768), CATALOG.models, Workload(), limit=1
+    ).plans[0]
+    assert first.model.params_total > 10e9
+
+
+def test_what_another_processor_was_timed_at_says_nothing_of_a_described_one() -> None:
+    slow = MatrixRates(*(Figure(0.001, "measured") for _ in range(3)))
+    asker = replace(resolve("EPYC 9554 192GB"), matrix_rates=(TypeRates("Q4_K", slow, slow),))
+    assert overridden(asker, bandwidth_gbps=300).matrix_rates == ()
+    assert resolve("EPYC 9554 192GB").matrix_rates == ()
