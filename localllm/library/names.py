@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from localllm.errors import ModelNotFoundError, UsageError
+from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm_catalog.names import bare as bare
 from localllm_catalog.names import quant_of as quant_of
 from localllm_catalog.names import safe_file as safe_file
@@ -161,3 +161,17 @@ def _parse_url(text: str, hosts: tuple[str, ...]) -> ModelReference:
             # A folder: of GGUF repositories that is a quant's own ("UD-Q4_K_XL").
             quant, file = quant or quant_of(file), ""
     return ModelReference(text, parts[1], repo, quant, file, "" if revision == "main" else revision)
+
+
+# The engine loads Q2_0 files of Bonsai 2 and answers noise, and knows the types of the others not at all: they are made for
+# its makers' own build (https://github.com/lucasew/nixcfg/pull/483). Bonsai and Bonsai 27B are not meant.
+_MISREAD = re.compile(r"bonsai[-_. ]?2(?![0-9.])", re.IGNORECASE)
+
+
+def check_readable(*names: str) -> None:
+    """Raises ModelFileError where one of a model's names is of a family that the engine reads wrong without saying so."""
+    if any(_MISREAD.search(name) for name in names):
+        raise ModelFileError(
+            "llama.cpp reads Bonsai 2 wrong: it loads some of its files, and what they answer is noise",
+            hint="run it with its makers' build (PrismML's llama.cpp), or take Qwen3.8 27B: localllm pull qwen3.8-27b",
+        )

@@ -67,9 +67,11 @@ def pull(
     is taken. `mmproj` brings the image projector too. An interrupt keeps what has arrived; the next call goes on there.
     When the hub is down or limits us, a model that is here already is returned.
 
-    Raises UsageError (malformed reference), ModelNotFoundError, DownloadError (hub, network, disk space, content).
+    Raises UsageError (malformed reference), ModelNotFoundError, ModelFileError (what the engine reads wrong), DownloadError
+    (hub, network, disk space, content).
     """
     say = on_progress or (lambda _: None)
+    names.check_readable(ref)
     if offline or hub.is_offline():
         return _without_network(ref, catalog)
     wanted = _wanted(ref, catalog, choose)

@@ -35,19 +35,23 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = 
     if ref is None or not ref.strip():
         return _best_at_hand()
     ref = ref.strip()
-    if ref.lower() in _STARTER_NAMES and (found := store.packaged()):
-        return found[0]
+    if ref.lower() in _STARTER_NAMES and (packaged := store.packaged()):
+        return packaged[0]
     if ref.lower() in _GEMMA_NAMES and (file := starter.gemma_path()) is not None:
         return LocalModel(starter.GEMMA_NAME, file, "gguf", file.stat().st_size, "Q4_K_M", "starter", "", (file,))
+    found = _found(ref, catalog)
+    names.check_readable(found.name, found.path.name)
+    return found
+
+
+def _found(ref: str, catalog: Catalog | None) -> LocalModel:
     there = by_path(ref)
     if there is not None:
         return there
     reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
     installed = store.scan()
     candidates = _matching(reference, installed)
-    if candidates:
-        return best_of(candidates)
-    return _by_catalog(reference, installed, catalog)
+    return best_of(candidates) if candidates else _by_catalog(reference, installed, catalog)
 
 
 def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:

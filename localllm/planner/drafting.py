@@ -130,3 +130,10 @@ def heads_sentence(device: Device, plan: Plan) -> str | None:
     files = "" if plan.variant.mtp_bytes else ", from files that carry them"
     how = "its own heads draft" if plan.settings.drafter.is_mtp else f"with --draft mtp (its own heads{files})"
     return f"{how}: {gain.low:.1f} to {gain.high:.1f}× as fast for one stream ({gain.basis})"
+
+
+def companions_sentence(plan: Plan) -> str | None:
+    """ "drafters published for it: dflash (org/name)"; None where none is known, or the engine reads GGUF drafters not."""
+    if not plan.model.companions or plan.variant.format != "gguf":
+        return None
+    return "drafters published for it: " + ", ".join(f"{c.kind} ({c.repo})" for c in plan.model.companions)

@@ -166,7 +166,11 @@ def detailed_plan(
         name, gain, extra = draft
         assumed = f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
         reasons.append(f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {why.gb(extra)} more")
-    drafts = (drafting.heads_sentence(device, plan), drafting.edit_sentence(device, plan))
+    drafts = (
+        drafting.heads_sentence(device, plan),
+        drafting.edit_sentence(device, plan),
+        drafting.companions_sentence(plan),
+    )
     reasons += [sentence for sentence in drafts if sentence is not None]
     return replace(plan, max_ctx=longest, reasons=tuple(reasons))
 

@@ -25,20 +25,24 @@ SLIDING: dict[str, tuple[int, bool, int]] = {
     "afmoe": (4, False, 0),
 }
 # These state the pattern layer by layer, always.
-SLIDING_STATED = frozenset({"gemma4", "step35", "mimo2", "dots3note", "maple"})
+SLIDING_STATED = frozenset(
+    {"gemma4", "gemma4-assistant", "step35", "mimo2", "dots3note", "maple", "granite_swa", "spark2_5"},
+)
 FULL_EVERY = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 ZERO_HEADS_RECUR = frozenset(
-    {"granitehybrid", "jamba", "plamo2", "lfm2", "lfm2moe", "kimi-linear", "bailingmoe3", "glm5-next"},
+    {"granitehybrid", "jamba", "plamo2", "lfm2", "lfm2moe", "kimi-linear", "kimi-k3", "bailingmoe3", "glm5-next"},
 )
-# Rows as wide as an indexer's key that it keeps per token.
-INDEX_ROWS = {"qwen4exp": 1, "glm5-next": 3}
+# Rows as wide as an indexer's key that it keeps per token (on layers that `attention.indexer.types` says have one).
+INDEX_ROWS = {"qwen4exp": 1, "glm5-next": 3, "deepseek32": 1, "glm-dsa": 1, "hy_v4": 1, "minimax-m3": 1}
+# On its leading dense layers too, except here.
+NO_INDEX_WHERE_DENSE = frozenset({"minimax-m3"})
 # DeepSeek V4: layers that keep every 4th token's row choose among them by an index.
 INDEXED_RATIO, COMPRESSED_WINDOW = 4, 128
 SPLIT_BLOCKS = frozenset({"nemotron_h", "nemotron_h_moe"})
 ALL_RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
 NO_CACHE = frozenset(
     {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "eurobert",
-     "t5encoder", "gemma-embedding"},
+     "t5encoder", "gemma-embedding", "dream", "llada", "llada-moe", "rnd1"},
 )  # fmt: skip
 # Attention on every layer, with nothing special about its cache.
 PLAIN = frozenset(
@@ -47,7 +51,9 @@ PLAIN = frozenset(
      "mistral4", "seed_oss", "starcoder", "starcoder2", "minimax-m2", "ernie4_5", "ernie4_5-moe", "hunyuan-dense",
      "hunyuan-moe", "command-r", "olmoe", "openelm", "deci", "exaone", "stablelm", "internlm2", "falcon", "gpt2",
      "gptneox", "bloom", "mpt", "baichuan", "dbrx", "grok", "minicpm", "minicpm3", "nemotron", "apertus", "arcee",
-     "dots1", "bailingmoe", "bailingmoe2", "plamo", "refact", "orion", "xverse", "jais", "codeshell"},
+     "dots1", "bailingmoe", "bailingmoe2", "plamo", "refact", "orion", "xverse", "jais", "codeshell", "gptj", "qwen", "olmo",
+     "arctic", "deepseek2-ocr", "bitnet", "jais2", "graniteswitch", "chameleon", "plm", "hunyuan_vl", "hy_v3", "grovemoe",
+     "hrm_text", "cogvlm", "pangu-embedded", "paddleocr", "llama-embed", "maincoder", "talkie"},
 )  # fmt: skip
 KNOWN = (
     frozenset(SLIDING)
@@ -58,6 +64,7 @@ KNOWN = (
     | ALL_RECURRENT
     | NO_CACHE
     | PLAIN
+    | frozenset(INDEX_ROWS)
     | {"falcon-h1", "deepseek4"}
 )
 

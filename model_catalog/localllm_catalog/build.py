@@ -14,6 +14,7 @@ from localllm_catalog.errors import BadCatalogError, CatalogError
 from localllm_catalog.names import check_file, check_repo
 from localllm_catalog.types import (
     ESTIMATED,
+    Companion,
     Experts,
     FactSource,
     FfnKind,
@@ -35,7 +36,7 @@ MODEL_KEYS = frozenset({
     "recurrent", "experts", "attention_gate", "ffn_matrices", "residual_streams", "split_blocks", "mtp_layers", "vision_params",
     "image_tokens",
     "mtp_params", "params_note", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling",
-    "drafts", "external_drafts", "quality", "notes", "sources", "gguf", "mlx", "_file",
+    "drafts", "companions", "external_drafts", "quality", "notes", "sources", "gguf", "mlx", "_file",
 })  # fmt: skip
 
 
@@ -54,6 +55,14 @@ def build_model(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Mo
         raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error}") from error
     except CatalogError as error:
         raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error.message}", error.hint) from error
+
+
+def _companion(entry: Mapping[str, Any]) -> Companion:
+    found = Companion(**entry)
+    check_repo(found.repo)
+    if found.file:
+        check_file(found.file)
+    return found
 
 
 def _build(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
@@ -89,6 +98,7 @@ def _build(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
         sampling_non_thinking=_sampling(sampling["non_thinking"]) if "non_thinking" in sampling else None,
         mtp_layers=int(raw.get("mtp_layers", 0)),
         drafts=tuple(raw.get("drafts", ())),
+        companions=tuple(_companion(entry) for entry in raw.get("companions", ())),
         quality=tuple(_quality(raw.get("quality", {}), sources)),
         hf_repo=raw.get("hf_repo", ""),
         notes=raw.get("notes", ""),

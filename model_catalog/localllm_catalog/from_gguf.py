@@ -195,11 +195,14 @@ class _Facts:
         rows = max(0, self.number("ple.conv_kernel", 0) - 1) * self.number("ple.ngram_size", 0)
         return rows * self.hidden * self.number("hyper_connection.count", 1)
 
-    def index_elements(self) -> int:
-        """Elements per token and layer that a sparse attention's indexer keeps: its key, and what keys are pooled into.
-
-        https://github.com/ggml-org/llama.cpp src/llama-memory-hybrid-idx.cpp: key (and gate) and pooled key side by side.
+    def index_elements(self, index: int) -> int:
+        """Elements per token that a sparse attention's indexer keeps on this layer: its key, and what keys are pooled into.
+        (llama.cpp's llama-memory-hybrid-idx.cpp: key, gate and pooled key side by side; llama-kv-cache-dsa.cpp, -msa.cpp: a key.)
         """
+        own = self.value("attention.indexer.types")
+        dense = self.number("leading_dense_block_count", 0) if self.arch in architectures.NO_INDEX_WHERE_DENSE else 0
+        if index < dense or (isinstance(own, tuple) and not any(own[index : index + 1])):
+            return 0
         return architectures.INDEX_ROWS.get(self.arch, 0) * self.number("attention.indexer.key_length", 0)
 
     def lookup_rows(self) -> int:
@@ -268,7 +271,7 @@ def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
             ffn=ffn,
             intermediate=facts.ffn[index],
             n_heads=facts.heads[index],
-            index_dim=facts.index_elements(),
+            index_dim=facts.index_elements(index),
         )
     if facts.arch == "deepseek4":
         return _compressed_layer(facts, block, index)
@@ -288,7 +291,7 @@ def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
         ffn=ffn,
         intermediate=facts.ffn[index],
         n_heads=facts.heads[index],
-        index_dim=facts.index_elements(),
+        index_dim=facts.index_elements(index),
     )
 
 
@@ -465,7 +468,7 @@ def _model(
         q_rank=facts.number("attention.q_lora_rank", 0),
         shape_warning=""
         if facts.arch in architectures.KNOWN
-        else f"the architecture {facts.arch!r} is not known: KV may be less",
+        else f"the architecture {facts.arch!r} is not known: KV may be more or less",
     )
     return replace(model, params_active=_active_params(header, facts, model))
 

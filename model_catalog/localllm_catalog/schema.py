@@ -76,6 +76,14 @@ class ExpertsTable(_Table):
     beside_dense: bool = False
 
 
+class CompanionTable(_Table):
+    """A published GGUF that drafts for the model."""
+
+    kind: Literal["eagle3", "dflash", "mtp", "draft"]
+    repo: Text
+    file: Text = ""
+
+
 class Reasoning(_Table):
     """Whether and how the model thinks aloud."""
 
@@ -213,6 +221,7 @@ class ModelTable(_Table):
     fim: dict[Literal["prefix", "suffix", "middle", "order"], Text] = {}
     sampling: SamplingWithSource | None = None
     drafts: list[ModelId] = []
+    companions: list[CompanionTable] = []
     external_drafts: list[Text] = []
     quality: dict[str, dict[str, float]] = {}
     notes: Text | None = None

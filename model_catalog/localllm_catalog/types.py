@@ -142,6 +142,23 @@ class ImageTokens:
         return f"a token for {self.side_px} × {self.side_px} pixels, {self.least:,} to {self.most:,} an image"
 
 
+CompanionKind = Literal["eagle3", "dflash", "mtp", "draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A published GGUF that drafts for a model: trained heads (eagle3, dflash, mtp) or a small model. `file` is empty where
+    the repository holds several formats of it."""
+
+    kind: CompanionKind
+    repo: str
+    file: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"https://huggingface.co/{self.repo}" + (f"/blob/main/{self.file}" if self.file else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """One trained model. Parameter counts are absolute numbers as its maker states them; contexts are tokens.
@@ -182,6 +199,7 @@ class Model:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     mtp_layers: int = 0
     drafts: tuple[str, ...] = ()
+    companions: tuple[Companion, ...] = ()
     quality: tuple[Quality, ...] = ()
     variants: tuple[Variant, ...] = ()
     hf_repo: str = ""

@@ -119,12 +119,39 @@ def test_files_of_the_reference_writer_are_read(tmp_path: Path) -> None:
                           "attention.value_length_mla": 128, "rope.dimension_count": 64}, "mm"),
         ("deepseek2", 2, {"attention.kv_lora_rank": 512}, "ff"),
         ("qwen35", 5, {"nextn_predict_layers": 1, "ssm.state_size": 8, "ssm.inner_size": 64}, "rrrf"),
+        ("spark2_5", 3, {"attention.sliding_window": 64, "attention.sliding_window_pattern": [True, False, True]}, "sfs"),
+        ("granite_swa", 2, {"attention.sliding_window": 64, "attention.sliding_window_pattern": [True, False]}, "sf"),
+        ("kimi-k3", 2, {"attention.kv_lora_rank": 64, "attention.key_length_mla": 48, "attention.value_length_mla": 32,
+                        "attention.head_count_kv": [0, 1], "kda.head_dim": 8}, "rm"),
+        ("dream", 2, {}, "nn"),
     ],
 )  # fmt: skip
 def test_layer_kinds_by_architecture(
     write_gguf: Write, arch: str, layers: int, more: dict[str, Any], expected: str
 ) -> None:
     assert "".join(kind[0] for kind in kinds(write_gguf, arch, layers, **more)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "expected"),
+    [
+        ("glm-dsa", {"attention.kv_lora_rank": 64, "attention.indexer.types": [True, False, True]}, [32, 0, 32]),
+        ("hy_v4", {"attention.kv_lora_rank": 64, "attention.indexer.types": [True, False, False]}, [32, 0, 0]),
+        ("deepseek32", {"attention.kv_lora_rank": 64}, [32, 32, 32]),
+        ("minimax-m3", {"leading_dense_block_count": 1}, [0, 32, 32]),
+        ("llama", {}, [0, 0, 0]),
+    ],
+)
+def test_an_indexer_keeps_its_key_on_the_layers_that_have_one(
+    write_gguf: Write, arch: str, more: dict[str, Any], expected: list[int]
+) -> None:
+    lora = (
+        {"attention.key_length_mla": 48, "attention.value_length_mla": 32} if "attention.kv_lora_rank" in more else {}
+    )
+    facts = basic(arch, 3, **{"attention.indexer.key_length": 32, **lora, **more})
+    model = model_from_gguf(gguf.read(write_gguf(facts, [])))
+    assert [layer.index_dim for layer in model.layers] == expected
+    assert not model.shape_warning
 
 
 def test_a_qwen35_header_has_the_state_llama_cpp_reports(write_gguf: Write) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import pytest
@@ -18,7 +18,7 @@ from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.compose.model_router import router_of
 from localllm.cli.compose.presets import KEYS, load_presets
 from localllm.cli.compose.served_models import planned
-from localllm.engine.messages import Generation
+from localllm.engine.messages import Generation, Sampling
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import DoesNotFitError, ModelNotFoundError, UsageError
 from localllm.library import store
@@ -268,6 +268,9 @@ def test_a_preset_whose_model_is_not_here_is_left_out(folder: Path) -> None:
         ("[models.x]\nidle_unload_min = -1\n", "idle_unload_min"),
         ("[models.x]\nthinking_budget = true\n", "thinking_budget"),
         ("models = 3\n", "models"),
+        *((f"[models.x]\n{name} = 1e30\n", name) for name in get_type_hints(Sampling) if name in KEYS),
+        ("[models.x]\nrepeat_penalty = 0\n", "repeat_penalty"),
+        ("[models.x]\ntop_k = -2\n", "top_k"),
     ],
 )
 def test_what_is_wrong_in_a_preset_is_said_with_its_key(text: str, says: str) -> None:
@@ -277,6 +280,12 @@ def test_what_is_wrong_in_a_preset_is_said_with_its_key(text: str, says: str) ->
     assert says in caught.value.message
     if says == "temprature":
         assert caught.value.hint == "did you mean temperature?"
+
+
+def test_a_preset_may_say_what_a_request_may() -> None:
+    config("[models.x]\ntop_k = -1\nrepeat_last_n = -1\nseed = -1\nrepeat_penalty = 0.001\n")
+    (preset,) = load_presets()
+    assert preset.sampling == {"top_k": -1, "repeat_last_n": -1, "seed": -1, "repeat_penalty": 0.001}
 
 
 def test_every_key_of_a_preset_is_in_the_docs() -> None:

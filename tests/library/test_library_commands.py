@@ -16,8 +16,11 @@ from typer.testing import CliRunner, Result
 
 from library.hub import Hub, Schedule
 from localllm.cli.commands import models, pull
-from localllm.errors import DownloadError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.errors import DownloadError, LocalLLMError, ModelFileError, ModelNotFoundError, UsageError
 from localllm.library import hf_cache, store
+from localllm.library.names import check_readable
+from localllm.library.pull import pull as fetch
+from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadMeter, DownloadProgress
 from support.until import until
 
@@ -260,3 +263,33 @@ def test_a_long_download_times_the_processor_meanwhile_once(monkeypatch: pytest.
     until(lambda: asked)
     assert asked == [True]
     assert len(seen) == 6
+
+
+def test_pulling_a_model_names_the_drafters_that_are_published_for_it() -> None:
+    (found,) = pull.companions_of("qwen3.8-27b:Q8_0")
+    assert (found.kind, found.file) == ("mtp", "mtp-Qwen3.8-27B-Q4_0.gguf")
+    assert found.url == "https://huggingface.co/ggml-org/Qwen3.8-27B-GGUF/blob/main/mtp-Qwen3.8-27B-Q4_0.gguf"
+    assert pull.companions_of("org/name") == ()
+
+
+@pytest.mark.parametrize("ref", ["prism-ml/Ternary-Bonsai-2-27B-gguf:Q2_0", "Bonsai2-4B.gguf", "bonsai_2_27b"])
+def test_what_the_engine_reads_wrong_without_saying_so_is_refused_by_name(ref: str) -> None:
+    with pytest.raises(ModelFileError, match="Bonsai 2"):
+        fetch(ref)
+
+
+def test_a_file_of_that_name_is_refused_too(smollm2: Path, tmp_path: Path) -> None:
+    file = tmp_path / "Ternary-Bonsai-2-27B-Q2_0.gguf"
+    shutil.copyfile(smollm2, file)
+    with pytest.raises(ModelFileError, match="Bonsai 2"):
+        resolve(str(file))
+
+
+def test_its_older_sisters_are_not() -> None:
+    refused = []
+    for name in ("Bonsai-27B-Q1_0", "Ternary-Bonsai-27B-Q2_0", "bonsai-8b", "bonsai-2.5b", "Bonsai-2-27B"):
+        try:
+            check_readable(name)
+        except ModelFileError:
+            refused.append(name)
+    assert refused == ["Bonsai-2-27B"]

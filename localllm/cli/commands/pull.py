@@ -14,6 +14,7 @@ from localllm.plain_output import obeyed, plain
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
+    from localllm_catalog.types import Companion
 
 # Off a terminal (a log, a pipe) a line this often is enough.
 _LOG_EVERY_S = 10.0
@@ -57,7 +58,17 @@ def pull(
     if not quiet:
         quant = f" {found.quant}" if found.quant else ""
         print(f"{found.name}{quant}, {gb(found.size_bytes)}: `localllm chat -m {_typed(ref, found)}`", file=sys.stderr)
+        for companion in companions_of(ref):
+            print(f"a drafter for it ({companion.kind}): {companion.url}", file=sys.stderr)
     print(found.path)
+
+
+def companions_of(ref: str) -> tuple[Companion, ...]:
+    """The drafters that are published for a model of the catalog; none for anything else."""
+    from localllm.library.catalog import load_catalog
+
+    model = load_catalog().get(ref.partition(":")[0])
+    return model.companions if model is not None else ()
 
 
 def timing_meanwhile(meter: Callable[[DownloadProgress], None] | None) -> Callable[[DownloadProgress], None]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from localllm.cli.compose.config_tables import check_keys, named_tables, text_of
+from localllm.engine.messages import MAX_TOKENS, FieldRange, Sampling
 from localllm.errors import UsageError
 from localllm.settings import Setting, Value, checked, setting
 
@@ -23,22 +24,12 @@ from localllm.settings import Setting, Value, checked, setting
 LOADING = (
     "context", "kv_type", "draft", "backend", "gpu_layers", "cpu_moe", "split", "parallel", "threads", "cache_ram_gb",
 )  # fmt: skip
-# (name, least, most): what a request gets that does not say it, in the words and ranges of a request.
-_SAMPLING: tuple[tuple[Setting, float, float], ...] = (
-    (Setting("temperature", float, None, ""), 0, 100),
-    (Setting("top_k", int, None, ""), 0, 2**31 - 1),
-    (Setting("top_p", float, None, ""), 0, 1),
-    (Setting("min_p", float, None, ""), 0, 1),
-    (Setting("typical_p", float, None, ""), 0, 1),
-    (Setting("repeat_penalty", float, None, ""), 0.01, 10),
-    (Setting("repeat_last_n", int, None, ""), 0, 2**31 - 1),
-    (Setting("presence_penalty", float, None, "", signed=True), -2, 2),
-    (Setting("frequency_penalty", float, None, "", signed=True), -2, 2),
-    (Setting("seed", int, None, ""), 0, 2**63 - 1),
-)
-_BUDGET = (Setting("thinking_budget", int, None, "", signed=True), -1, 2**31 - 1)
+# What a request gets that does not say it, in the words and ranges of a request.
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
+            "frequency_penalty", "seed")  # fmt: skip
+_BUDGET = Setting("thinking_budget", int, None, "", signed=True)
 _OWN = ("model", "aliases", "system", "thinking_budget", "idle_unload_min")
-KEYS = (*_OWN, *LOADING, *(s.name for s, _, _ in _SAMPLING))
+KEYS = (*_OWN, *LOADING, *_SAMPLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +63,34 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
         raise UsageError(f"aliases in {where} must be a list of names")
     minutes = table.get("idle_unload_min")
-    budget = _ranged(*_BUDGET, table["thinking_budget"], where) if "thinking_budget" in table else None
+    budget = (
+        _ranged(_BUDGET, FieldRange(-1, MAX_TOKENS), table["thinking_budget"], where)
+        if "thinking_budget" in table
+        else None
+    )
     return Preset(
         name,
         text_of(table, "model", where, "") or name,
         tuple(aliases),
         {key: checked(setting(key), table[key], where) for key in LOADING if key in table},
-        {s.name: _ranged(s, least, most, table[s.name], where) for s, least, most in _SAMPLING if s.name in table},
+        {name: _sampled(name, table[name], where) for name in _SAMPLED if name in table},
         text_of(table, "system", where, ""),
         None if budget is None or budget < 0 else int(budget),
-        None if minutes is None else 60.0 * _ranged(setting("idle_unload_min"), 0, 10**6, minutes, where),
+        None if minutes is None else 60.0 * _ranged(setting("idle_unload_min"), FieldRange(0, 10**6), minutes, where),
     )
 
 
-def _ranged(number: Setting, least: float, most: float, value: Any, where: str) -> Any:
+def _sampled(name: str, value: Any, where: str) -> Any:
+    """A request's parameter, within the range that `engine.messages.Sampling` declares of it."""
+    kind, limits = get_args(get_type_hints(Sampling, include_extras=True)[name])[:2]
+    number = int if int in (kind, *get_args(kind)) else float
+    return _ranged(Setting(name, number, None, "", signed=True), limits, value, where)
+
+
+def _ranged(number: Setting, limits: FieldRange, value: Any, where: str) -> Any:
     found = checked(number, value, where) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    if not isinstance(found, int | float) or not least <= found <= most:
-        raise UsageError(f"{number.name} in {where} must be a number from {least:g} to {most:g}, not {value!r}")
+    inside = isinstance(found, int | float) and limits.least <= found <= limits.most
+    if not inside or (limits.above and found == limits.least):
+        least = f"above {limits.least:g} up" if limits.above else f"from {limits.least:g}"
+        raise UsageError(f"{number.name} in {where} must be a number {least} to {limits.most:g}, not {value!r}")
     return found
