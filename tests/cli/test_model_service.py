@@ -17,6 +17,7 @@ def test_plans_change_with_every_request() -> None:
     service = LocalModelService()
     usual = service.plan(PlanRequest(machine="M4 Max 128GB"))
     assert "M4 Max" in usual.machine
+    assert any("for a model" in line for line in usual.accounts)
     first = usual.choices[0]
     assert first.ref.endswith(f":{first.plan['variant']['quant']}")
     assert first.plan["memory"]["total_bytes"] <= first.plan["memory"]["limit_bytes"]

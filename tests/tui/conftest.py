@@ -115,8 +115,9 @@ class Driver:
 
 
 @pytest.fixture
-def drive(server: ScriptedServer, history: History) -> Callable[..., None]:
+def drive(server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs `await play(driver)` against an app on the scripted server; keyword arguments go to ChatApp."""
+    monkeypatch.setenv("COLORTERM", "truecolor")
 
     def run(
         play: Callable[[Driver], Awaitable[None]],

@@ -100,7 +100,7 @@ def test_ctrl_c_clears_then_quits_on_the_second(drive: Any) -> None:
 
 def test_the_wheel_loads_earlier_turns_up_to_the_first(drive: Any, history: History) -> None:
     session = Session(history, "scripted")
-    for n in range(40):
+    for n in range(26):
         session.ask(f"turn {n}.")
         answer = session.answer()
         answer.add(f"answer {n}")
@@ -112,10 +112,10 @@ def test_the_wheel_loads_earlier_turns_up_to_the_first(drive: Any, history: Hist
 
         def turned() -> bool:
             transcript.post_message(MouseScrollUp(transcript, 5, 5, 0, -1, 0, False, False, False))
-            return "turn 0." in d.screen()
+            return "answer 0" in d.screen()
 
         await d.until(turned)
-        assert len(transcript.views) == 80
+        assert len(transcript.views) == 52
 
     drive(play, resume=session.id)
 
@@ -214,3 +214,21 @@ def test_lines_are_broken_between_words_however_they_come(cut: int) -> None:
     assert all(cell_len(line) <= 20 or "a-very-long" in line for line in said.splitlines())
     assert said.endswith("\n\n  indented\n")
     assert WrappedLines(0).add(text) == text
+
+
+def test_a_slash_offers_commands_that_arrows_choose_and_enter_runs(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("slash")
+        await d.until(lambda: "start a new conversation" in d.screen())
+        await d.press("z")
+        assert d.app.chat.composer.menu.chosen is None  # nothing is called so
+        await d.press("ctrl+c", *"/ampl")
+        await d.until(lambda: "how answers are drawn" in d.screen())  # a part of the name is enough
+        await d.press("tab")
+        assert d.app.chat.composer.text == "/sampling "
+        await d.press("ctrl+c", "slash", "t", "down", "enter")
+        await d.until(lambda: d.app.chat.composer.text == "")
+        await d.press(*"/att", "enter")
+        assert d.app.chat.composer.text == "/attach "  # it wants a file
+
+    drive(play)

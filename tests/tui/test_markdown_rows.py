@@ -110,7 +110,7 @@ def test_lists_tables_quotes_and_code_are_drawn() -> None:
     )
     assert shown(MarkdownRows(text), 30) == (
         "Title\n\n1. one\n2. two\n   ▪ inner\n3. ten\n\n▌ said more\n\n"
-        "name │ n o\n─────┼────\na    │   1\nb    │\n\n  if x:\n      y\n\nline\nbroken\n\n" + "─" * 30
+        "name │ n o\n─────┼────\na    │   1\nb    │\n\n  [1] nonsense\n  if x:\n      y\n\nline\nbroken\n\n" + "─" * 30
     )
 
 

@@ -200,3 +200,29 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
         assert disk_line(theirs, width, in_use=False).endswith("a Python package")
     (points,) = [row for row in compare([choice("a", 1, quality={"points": -0.4})]) if row[0].startswith("quality")]
     assert points[1] == "0"
+
+
+def test_the_order_can_be_changed_and_what_answers_here_is_first(drive: Any) -> None:
+    it = ScriptedModelService(
+        choice("big", 20, decode_tok_s={"value": 5.0, "low": 4.0, "high": 6.0}),
+        choice("mid", 8),
+        choice("small", 2, decode_tok_s={"value": 90.0, "low": 80.0, "high": 99.0}),
+        choice("here", 4, installed="scripted"),
+    )
+
+    async def play(d: Driver) -> None:
+        def order() -> list[str]:
+            names = ("BIG", "MID", "SMALL", "HERE")
+            found = {name: d.screen().find(f" {name} ") for name in names}
+            return sorted((name for name in names if found[name] >= 0), key=lambda name: found[name])
+
+        await opened(d)
+        assert order() == ["HERE", "BIG", "MID", "SMALL"]
+        await d.press("o")
+        await d.until(lambda: order() == ["HERE", "SMALL", "MID", "BIG"])
+        assert "by speed" in d.screen()
+        await d.press("o")
+        await d.until(lambda: "by memory" in d.screen())
+        assert order() == ["HERE", "SMALL", "MID", "BIG"]
+
+    drive(play, model_service=it)

@@ -20,9 +20,9 @@ def test_it_stands_above_the_conversation_until_it_is_removed(drive: Any, server
     async def play(d: Driver) -> None:
         assert _top(d) == "system: Be brief"
         await d.ask("a")
-        assert _top(d) == "system: Be brief"
+        assert _top(d) == "a · system: Be brief"
         await d.ask("/system Answer in rhyme,\nand " + "at length " * 30)
-        assert _top(d).startswith("system: Answer in rhyme, and at length")
+        assert _top(d).startswith("a · system: Answer in rhyme, and at length")
         assert len(_top(d)) <= 80
         await d.ask("/system -")
         assert "system:" not in _top(d)
@@ -52,7 +52,7 @@ def test_it_comes_back_with_its_conversation(drive: Any, history: History) -> No
     async def play(d: Driver) -> None:
         assert "system:" not in d.screen()
         await d.ask("/continue")
-        await d.until(lambda: _top(d) == "system: Be brief")
+        await d.until(lambda: _top(d) == "q · system: Be brief")
 
     drive(play)
 

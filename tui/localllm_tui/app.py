@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import BindingType
-from textual.filter import LineFilter
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
 from textual.widgets import Input, TextArea
@@ -22,27 +21,35 @@ from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.local_state import Preferences
 from localllm_tui.control.terminal import KeyboardTerminal, copy_with_tool, on_signals
+from localllm_tui.look import LookApp
 from localllm_tui.screens.chat import ChatScreen
-from localllm_tui.widgets.line_filters import CSS as NO_COLOR_CSS
-from localllm_tui.widgets.line_filters import NoColors, NoControls
 
 QUIT_WITHIN_S = 2.0
 
 
-class ChatApp(App[None]):
+class ChatApp(LookApp[None]):
     TITLE = "localllm"
     # At the top: at the bottom they would cover the input.
     CSS = (
         """
     ToastRack { dock: top; align: right top; margin-top: 1; margin-bottom: 0; }
     """
-        + NO_COLOR_CSS
+        + LookApp.CSS
     )
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(APP)
 
-    def __init__(self, options: ChatOptions, copy: Callable[[str], bool] = copy_with_tool) -> None:
+    def __init__(
+        self,
+        options: ChatOptions,
+        copy: Callable[[str], bool] = copy_with_tool,
+        *,
+        light: bool = False,
+        typed: str = "",
+    ) -> None:
+        """`light`: so is the terminal's background. `typed`: what was typed before the chat could take it."""
         super().__init__()
-        self.chat = ChatScreen(options, copy)
+        self._fitting = self.fitting_theme(light=light)
+        self.chat = ChatScreen(options, copy, typed)
         self._preferences = Preferences(options.history.path.parent)
         self._interrupted_s = float("-inf")
 
@@ -54,8 +61,7 @@ class ChatApp(App[None]):
         on_signals(self.chat.leave, self._woken)
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         chosen = self._preferences.get("theme")
-        if chosen in self.available_themes:
-            self.theme = chosen
+        self.theme = chosen if chosen in self.available_themes else self._fitting
         self.theme_changed_signal.subscribe(self, self._remember_theme)
         self.chat.call_after_refresh(gc.enable)  # the command starts with gc disabled: what a start allocates stays
 
@@ -68,10 +74,6 @@ class ChatApp(App[None]):
 
     def _remember_theme(self, theme: Theme) -> None:
         self._preferences.set("theme", theme.name)
-
-    def get_line_filters(self) -> Sequence[LineFilter]:
-        filters = [*super().get_line_filters(), NoControls()]
-        return [*filters, NoColors()] if self.no_color else filters
 
     # -- keys and commands on every screen ------------------------------------------------------------------------
 

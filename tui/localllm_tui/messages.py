@@ -71,6 +71,14 @@ class FilesDropped(Message):
 
 
 @dataclass
+class CopyWanted(Message):
+    """`text` is to be copied; `what` it is in words."""
+
+    text: str
+    what: str
+
+
+@dataclass
 class MuchPasted(Message):
     """Too much text for the input was pasted."""
 

@@ -58,7 +58,12 @@ class LocalModelService:
         )
         others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
         return PlanList(
-            request, _described(device), choices, dict(others.most_common(2)), len(answer.plans) - len(soon)
+            request,
+            _described(device),
+            choices,
+            dict(others.most_common(2)),
+            len(answer.plans) - len(soon),
+            tuple(device.accounts),
         )
 
     def check(self, request: PlanRequest) -> None:
@@ -127,9 +132,12 @@ class LocalModelService:
         from localllm.cli.compose.plan_inputs import machine_of
 
         key = (request.machine.strip(), request.memory_gb)
-        if key not in self._devices:
-            self._devices[key] = machine_of(key[0] or None, request.memory_gb or None, self.catalog)
-        return self._devices[key]
+        if key in self._devices:
+            return self._devices[key]
+        found = machine_of(key[0] or None, request.memory_gb or None, self.catalog)
+        if not _made_beside_others(found[0]):  # a speed of a busy moment is measured again
+            self._devices[key] = found
+        return found
 
     def _local(self, model: InstalledModel) -> LocalModel:
         from localllm.errors import ModelNotFoundError
@@ -152,9 +160,16 @@ def _workload(request: PlanRequest) -> Workload:
 
 def _described(device: Device) -> str:
     known = device.bandwidth_gbps
-    bandwidth = f", {known.value:,.0f} GB/s ({known.basis})" if known else ""
+    beside = " beside other load, and to be measured again" if _made_beside_others(device) else ""
+    bandwidth = f", {known.value:,.0f} GB/s ({known.basis}{beside})" if known else ""
     simulated = " (simulated)" if device.simulated else ""
     return f"{device.name}{simulated}: {device.memory.limit_bytes / 1e9:.1f} GB usable{bandwidth}"
+
+
+def _made_beside_others(device: Device) -> bool:
+    """Whether the bandwidth was measured while other programs had the processor (device.kept says so in the source)."""
+    known = device.bandwidth_gbps
+    return known is not None and "while other programs" in known.source
 
 
 def _on_disk(local: LocalModel) -> InstalledModel:

@@ -122,7 +122,9 @@ class OwnEngine:
         from localllm.cli.serve.decode_speed import DecodeSpeedWatch
         from localllm.server.http.settings import ServerSettings
 
-        secured = ServerSettings(host="127.0.0.1", port=0, api_key=None).secured()
+        secured = ServerSettings(
+            host="127.0.0.1", port=0, api_key=None, keeps_awake=self._settings.value("keep_awake")
+        ).secured()
         try:
             load = await asyncio.to_thread(self._plan)
             router = await asyncio.to_thread(self._router, [load])

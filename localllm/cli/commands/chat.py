@@ -158,11 +158,15 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
 
 def _on_screen(opening: ChatOptions) -> None:
     from localllm_tui.app import ChatApp
+    from localllm_tui.control.terminal import light_background, one_line
 
-    app = ChatApp(opening)
+    light, typed = light_background()
+    app = ChatApp(opening, light=light, typed=typed)
     app.run()
     if app.return_code:
         raise typer.Exit(app.return_code)
+    if app.chat.session.id is not None:
+        print(f"{one_line(app.chat.session.title)}: localllm chat --continue goes on with it")
 
 
 def _terminals() -> bool:

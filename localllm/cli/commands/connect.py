@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import shutil
 import sys
@@ -37,7 +38,9 @@ def connect(
 
     recipe_of = RECIPES.get(editor.lower())
     if recipe_of is None:
-        raise NotFoundError(f"no recipe for {editor!r}; known: {', '.join(RECIPES)}")
+        near = difflib.get_close_matches(editor.lower(), RECIPES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else None
+        raise NotFoundError(f"no recipe for {editor!r}; known: {', '.join(RECIPES)}", hint=hint)
     settings = Settings({"api_key": api_key})
     base = (url or f"http://127.0.0.1:{settings.value('port')}").rstrip("/").removesuffix("/v1")
     target = target_of(base, model, settings.value("api_key") or _own_key(base))

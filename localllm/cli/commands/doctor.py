@@ -105,9 +105,11 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
             name = f.k if f.k == f.v else f"{f.k}/{f.v}"
             known = KvPrecision(name, f.mean_kl, f.flips)
             use = "agents and chat" if passes(known, "coding") else "chat" if passes(known, "chat") else "nothing"
-            said.append(f"{name} for {use} ({f.mean_kl:.4f} nats, {f.flips:.1%} of best tokens)")
+            said.append(f"{name} for {use} ({f.flips:.1%} of the best next words change)")
         if said:
-            checks.append(HealthCheck("KV types", "ok", f"{kept.model or file.stem}, against f16: {', '.join(said)}"))
+            checks.append(
+                HealthCheck("KV types", "ok", f"{kept.model or 'a model used here'}, against f16: {', '.join(said)}")
+            )
     return checks
 
 

@@ -105,6 +105,7 @@ def recommend(
     from localllm.planner import recommend as planner
     from localllm.settings import Settings
 
+    purpose = "coding" if purpose == "code" else purpose
     if purpose not in _PURPOSES:
         raise UsageError(f"--for {purpose}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for")
     if link is not None:

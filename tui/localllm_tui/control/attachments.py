@@ -133,9 +133,6 @@ def _text(text: str, *, items: bool) -> dict[str, Any]:
     return {"type": "input_text" if items else "text", "text": text}
 
 
-_FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[^\n]*\n(.*?)(?:^ {0,3}\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
-
-
 def typed_in(question: StoredMessage) -> str:
     """What a person typed for `question`, without the files that went along."""
     return str(question.meta.get("typed", question.content))
@@ -143,7 +140,9 @@ def typed_in(question: StoredMessage) -> str:
 
 def code_blocks(markdown: str) -> list[str]:
     """The contents of the fenced code blocks in `markdown`, in order; an unclosed last one counts."""
-    return [found[2].rstrip("\n") for found in _FENCE.finditer(markdown)]
+    from markdown_it import MarkdownIt  # as answers are drawn: the numbers on screen are these
+
+    return [found.content.rstrip("\n") for found in MarkdownIt("gfm-like").parse(markdown) if found.type == "fence"]
 
 
 def fenced(name: str, body: str) -> str:

@@ -169,6 +169,14 @@ def matching(prefix: str) -> list[Command]:
     return [c for c in COMMANDS if c.name.startswith(prefix[1:])]
 
 
+def offered(typed: str) -> list[Command]:
+    """The commands to offer for a half-typed one: those that begin so, then those with it anywhere in their names."""
+    first = matching(typed)
+    if not re.fullmatch(r"/[a-z]*", typed):
+        return []
+    return [*first, *(c for c in COMMANDS if c not in first and typed[1:] in c.name)]
+
+
 def suggestion(name: str) -> str:
     close = difflib.get_close_matches(name.rstrip("!"), [c.name for c in COMMANDS], n=1)
     return f"did you mean /{close[0]}?" if close else "/help lists the commands"

@@ -60,13 +60,14 @@ class PlanChoice:
 @dataclass(frozen=True, slots=True)
 class PlanList:
     """What fits, best first: `machine` in a line; `n_too_slow` fit but answer too late. `left_out`: how many others there
-    are, by why they are left out ("too large")."""
+    are, by why they are left out ("too large"). `accounts`: what of each memory is left for a model, a line each."""
 
     request: PlanRequest
     machine: str
     choices: tuple[PlanChoice, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
     n_too_slow: int = 0
+    accounts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

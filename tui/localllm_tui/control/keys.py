@@ -124,7 +124,7 @@ APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL 
 KEYS = (
     Key(
         COMPOSER, "enter", "Enter", "send", "send", caught=True,
-        hints={KeyContext.WRITING: "sends", KeyContext.EDITING: "puts it beside the old one"},
+        hints={KeyContext.WRITING: "sends", KeyContext.EDITING: "asks again, the old version is kept"},
     ),
     Key(
         COMPOSER, "ctrl+j,shift+enter,alt+enter,ctrl+enter", "Ctrl+J, Shift+Enter", "newline",
@@ -198,6 +198,7 @@ KEYS = (
         MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
         hints={KeyContext.MODELS: "disk", KeyContext.ON_DISK: "plans"},
     ),
+    Key(MODELS, "o", "O", "sort", "another order: best, speed, memory", hints={KeyContext.MODELS: "sort"}),
     Key(MODELS, "s", "S", "stop", "stop a download; pulling again goes on where it was"),
     Key(
         MODELS, "delete,ctrl+x", "Delete", "remove", "on this disk, twice: remove a model's files",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.cells import cell_len
@@ -127,7 +127,7 @@ def catalog_head(width: int) -> str:
     columns = f"  {'model':{name}} {'quant':9} {'memory':>8}"
     if wide:
         columns += f" {'of usable':10} {'context':>8}"
-    return columns + f" {'tok/s':>9} {'answers':>8}"
+    return columns + f" {'tok/s':>9} {'wait':>8}"
 
 
 def plan_line(choice: PlanChoice, width: int, pull: Pull | None = None, *, marked: bool = False) -> str:
@@ -147,12 +147,22 @@ def plan_line(choice: PlanChoice, width: int, pull: Pull | None = None, *, marke
     return f"{line} {_rate(speed['low']) + '–' + _rate(speed['high']):>9} {span(choice.wait_s):>8}"
 
 
-def plan_details(choice: PlanChoice, width: int, pull: Pull | None = None) -> list[str]:
+# Orders of the plans: what is best as the planner has it, the fastest, the smallest.
+ORDERS: dict[str, Callable[[PlanChoice], float]] = {
+    "best": lambda _: 0.0,
+    "speed": lambda choice: -float(choice.plan["decode_tok_s"]["value"]),
+    "memory": lambda choice: float(choice.plan["memory"]["total_bytes"]),
+}
+
+
+def plan_details(choice: PlanChoice, width: int, pull: Pull | None = None, accounts: Sequence[str] = ()) -> list[str]:
+    """What a plan comes to; `accounts` say what of the memory is left for a model."""
     plan, memory = choice.plan, choice.plan["memory"]
     lines = [
         f"{choice.title}: {_FITS.get(plan['fits'], plan['fits'])}, {amount(memory['total_bytes'])} of "
         f"{amount(memory['limit_bytes'])} with {plan['n_ctx']:,} tokens of {plan['kv_type']} context",
         *textwrap.wrap(printable(plan["why"]), max(20, width)),
+        *accounts[:1],
     ]
     if pull is not None:
         lines.append(pull.words())
@@ -174,7 +184,7 @@ def compare(choices: Sequence[PlanChoice]) -> list[tuple[str, ...]]:
         ("context", *(f"{context_words(p['n_ctx'])} {p['kv_type']}" for p in plans)),
         ("tokens/s", *(f"{_rate(s['low'])} to {_rate(s['high'])}" for s in speeds)),
         ("first token", *(span(p["ttft_s"]["value"]) for p in plans)),
-        ("answers after", *(span(c.wait_s) for c in choices)),
+        ("wait", *(span(c.wait_s) for c in choices)),
         ("quality, points", *(f"{round(p['quality']['points'])}" for p in plans)),
     ]
 

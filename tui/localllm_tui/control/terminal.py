@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import FrameType
@@ -69,6 +70,53 @@ def copy_with_tool(text: str) -> bool:
             if done.returncode == 0:
                 return True
     return False
+
+
+_BACKGROUND = re.compile(r"\x1b\]11;rgba?:([0-9a-fA-F]+)/([0-9a-fA-F]+)/([0-9a-fA-F]+)[^\x07\x1b]*(?:\x07|\x1b\\)")
+_ATTRIBUTES = re.compile(r"\x1b\[\?[\d;]*c")
+_ANSWERS_WITHIN_S = 0.15
+
+
+def light_background() -> tuple[bool, str]:
+    """Whether the terminal's background is light, as it says itself (OSC 11); and what was typed meanwhile.
+
+    After that question comes one that every terminal answers (DA1), so that those that do not know the first cost no wait. Not
+    while a screen is open, which would take the answers for keys. False where nothing is said.
+    """
+    said = ""
+    with suppress(ImportError, OSError, ValueError, AttributeError):
+        said = _asked(sys.__stdin__.fileno(), "\x1b]11;?\x07\x1b[c")  # type: ignore[union-attr]
+    return is_light(said), printable(_ATTRIBUTES.sub("", _BACKGROUND.sub("", said))).replace("\n", "")
+
+
+def is_light(said: str) -> bool:
+    """Whether the answer to OSC 11 in `said` is a light colour (its luma is over a half); False where there is none."""
+    found = _BACKGROUND.search(said)
+    if found is None:
+        return False
+    red, green, blue = (int(part, 16) / float(16 ** len(part) - 1) for part in found.groups())
+    return bool(0.299 * red + 0.587 * green + 0.114 * blue > 0.5)
+
+
+def _asked(fd: int, question: str) -> str:
+    """What the terminal sends until its attributes came, or no more does."""
+    import select
+    import termios
+    import tty
+
+    if not os.isatty(fd) or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return ""
+    before, said, end_s = termios.tcgetattr(fd), b"", time.monotonic() + _ANSWERS_WITHIN_S
+    try:
+        tty.setcbreak(fd, termios.TCSANOW)
+        sys.stdout.write(question)
+        sys.stdout.flush()
+        while not _ATTRIBUTES.search(said.decode("utf-8", "replace")) and (left_s := end_s - time.monotonic()) > 0:
+            if select.select([fd], [], [], left_s)[0]:
+                said += os.read(fd, 4096)
+    finally:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
+    return said.decode("utf-8", "replace")
 
 
 def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[], object]) -> None:

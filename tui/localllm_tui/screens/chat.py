@@ -24,7 +24,7 @@ from localllm_tui.control.client import ListedModel
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import DeferredGc, KeyboardTerminal
-from localllm_tui.messages import FilesDropped, MuchPasted, ScrollTranscript, TurnAsked, TurnClicked
+from localllm_tui.messages import CopyWanted, FilesDropped, MuchPasted, ScrollTranscript, TurnAsked, TurnClicked
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_catalog import ChatCatalogScreen
 from localllm_tui.widgets.answer import AnswerView
@@ -45,12 +45,13 @@ class ChatScreen(ChatCatalogScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(CHAT)
 
-    def __init__(self, options: ChatOptions, copy: Callable[[str], bool]) -> None:
+    def __init__(self, options: ChatOptions, copy: Callable[[str], bool], typed: str = "") -> None:
         super().__init__(options)
         self._copy_with_tool = copy
         self._terminal = KeyboardTerminal()
         self.titles_after_s: float | None = TITLE_AFTER_S  # of quiet; None: no titles are made
         self._quiet_since_s = time.monotonic()
+        self._typed_before = typed
         self._removing = 0  # the turn that the next D removes
         self._deferred_gc = DeferredGc()
 
@@ -59,6 +60,7 @@ class ChatScreen(ChatCatalogScreen):
         self.set_interval(STATUS_EVERY_S, self._tick)
         await self._show_session()
         self.composer.focus()
+        self.composer.insert(self._typed_before)
         self.call_after_refresh(self.begin)
 
     async def on_unmount(self) -> None:
@@ -106,6 +108,7 @@ class ChatScreen(ChatCatalogScreen):
             self._queued = False
             self._not_quiet()
             text = self.composer.text
+            self.composer.menu.offer(text)
             if self._editing is None and commands.parse(text) is None:  # commands are no drafts
                 self._drafts.save(self.session.id, text)
             self._counting.soon()
@@ -226,6 +229,9 @@ class ChatScreen(ChatCatalogScreen):
     async def on_files_dropped(self, event: FilesDropped) -> None:
         for path in event.paths:
             await self.run_command("attach", str(path))
+
+    def on_copy_wanted(self, event: CopyWanted) -> None:
+        self.to_clipboard(event.text, event.what)
 
     async def on_much_pasted(self, event: MuchPasted) -> None:
         try:

@@ -30,6 +30,7 @@ from localllm_tui.screens.background import TokenCounter
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
 from localllm_tui.widgets.line_filters import title
+from localllm_tui.widgets.slash_menu import SlashMenu
 from localllm_tui.widgets.status import HeadLine, StatusLine
 from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import UNANSWERED, ChatNote, EarlierTurns, ErrorNote, LaterTurns, view_of
@@ -82,7 +83,9 @@ class ChatViewScreen(Screen[None]):
         yield GlassPanel()
         yield HeadLine()
         yield Transcript(id="transcript")
-        yield Composer()
+        menu = SlashMenu()
+        yield menu
+        yield Composer(menu)
         yield StatusLine()
 
     @property
@@ -246,11 +249,17 @@ class ChatViewScreen(Screen[None]):
         ):
             reads = headline(self.physics, speed)
         how = sampling.words(self.listed.sampling, self.client.sampling) if self.listed is not None else ""
-        parts = [loading, self.pulling, reads, attached, how, "tools on" if self.tools.on else ""]
+        parts = [loading, self.pulling, self._branch(), reads, attached, how, "tools on" if self.tools.on else ""]
         if not self.session.system and self.listed is not None and self.listed.has_system:
             parts.append("the preset's system prompt")
         busy = bool(loading or self.pulling)
-        self.query_one(HeadLine).show(parts, self.session.system, busy=busy, width=width)
+        self.query_one(HeadLine).show(parts, self.session.system, busy=busy, width=width, title=self.session.title)
+
+    def _branch(self) -> str:
+        """Which version of the newest turn that has several is shown; "" where none has."""
+        places = (self.session.place(turn) for turn in reversed(self.session.turns[-TURNS_SHOWN:]))
+        at, of = next((place for place in places if place[1] > 1), (1, 1))
+        return f"version {at} of {of}" if of > 1 else ""
 
     def _show_numbers(self) -> None:
         answering, session, said = self._answering, self.session, self._counting.cost.conversation

@@ -40,7 +40,7 @@ class FilePicker(ModalScreen[Path | None]):
     FilePicker { align: center middle; }
     FilePicker > Vertical {
         width: 90%; max-width: 100; height: 70%;
-        border: round $accent; padding: 0 1; background: $surface;
+        border: round $accent; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
     FilePicker OptionList { height: 1fr; border: none; background: transparent; }
     """

@@ -24,6 +24,7 @@ from localllm_tui.control.formatting import amount, elide
 from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PlanList, PlanRequest
 from localllm_tui.control.keys import MODELS, KeyContext, hints
 from localllm_tui.control.model_list import (
+    ORDERS,
     Pulls,
     catalog_head,
     compare,
@@ -52,7 +53,7 @@ class ModelsScreen(ModalScreen[str | None]):
     ModelsScreen #machine { height: 1; text-style: bold; text-wrap: nowrap; text-overflow: ellipsis; }
     ModelsScreen .sliders { height: 1; }
     ModelsScreen .sliders > Slider { margin-right: 2; }
-    ModelsScreen #columns { height: 1; text-style: dim; text-wrap: nowrap; margin-top: 1; }
+    ModelsScreen #columns { height: 1; color: $hint; text-wrap: nowrap; margin-top: 1; }
     ModelsScreen OptionList {
         height: 1fr; border: none; padding: 0; background: transparent; text-wrap: nowrap; text-overflow: ellipsis;
     }
@@ -62,8 +63,8 @@ class ModelsScreen(ModalScreen[str | None]):
     ModelsScreen.-disk Slider { display: none; }
     ModelsScreen.-disk .sliders { display: none; }
     ModelsScreen #details { height: auto; max-height: 6; border-top: solid $panel; }
-    ModelsScreen #pulls { height: auto; max-height: 3; color: $accent; }
-    ModelsScreen #keys { height: auto; text-style: dim; }
+    ModelsScreen #pulls { height: auto; max-height: 3; color: $accent-text; }
+    ModelsScreen #keys { height: auto; color: $hint; }
     ModelsScreen Input { display: none; }
     ModelsScreen Input.-asked { display: block; }
     """
@@ -79,6 +80,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self._disk: Sequence[InstalledModel] | None = None
         self._fits: dict[str, str] = {}
         self._shows_disk = False
+        self._order = "best"
         self._marked: list[str] = []
         self._removing = ""
         self._done: set[str] = set()
@@ -186,15 +188,20 @@ class ModelsScreen(ModalScreen[str | None]):
             total = sum(m.size_bytes for m in found)
             said = f"{len(found)} on this disk, {amount(total)}" if self._disk is not None else "looking …"
         else:
-            rows = [(o.ref, self._line(o)) for o in self.choices]
+            rows = [(o.ref, self._line(o)) for o in self._ordered()]
             self.query_one("#columns", Static).update(catalog_head(self._columns))
-            said = _summary(self._plan_list)
+            said = ("" if self._order == "best" else f"by {self._order} · ") + _summary(self._plan_list)
         self.query_one("#machine", Static).update(elide(said, self._columns))
         listed.set_options([Option(Text(line, no_wrap=True, overflow="ellipsis"), id=key) for key, line in rows])
         if rows:
             ids = [key for key, _ in rows]
             listed.highlighted = ids.index(was) if was in ids else min(at or 0, len(rows) - 1)
         self._show_details()
+
+    def _ordered(self) -> list[PlanChoice]:
+        """The model in use first, then in the order that was asked for."""
+        by = ORDERS[self._order]
+        return sorted(self.choices, key=lambda o: (not o.installed or o.installed != self._current, by(o)))
 
     def _line(self, choice: PlanChoice) -> str:
         marked = choice.ref in self._marked
@@ -224,7 +231,8 @@ class ModelsScreen(ModalScreen[str | None]):
         self._show_keys()
         lines: list[str] = []
         if (choice := self._choice) is not None:
-            lines = plan_details(choice, self._columns, self._pulls.of(choice.ref))
+            accounts = self._plan_list.accounts if self._plan_list is not None else ()
+            lines = plan_details(choice, self._columns, self._pulls.of(choice.ref), accounts)
         elif (model := self._model) is not None:
             lines = disk_details(model, self._fits.get(model.path, ""), self._columns)
             if model.path not in self._fits:
@@ -326,6 +334,13 @@ class ModelsScreen(ModalScreen[str | None]):
         marked = [o for o in self.choices if o.ref in self._marked] or [*self.choices[:3]]
         if marked and not self._shows_disk:
             await self.app.push_screen(TextDialog("side by side", rows=compare(marked)))
+
+    def action_sort(self) -> None:
+        """List by the next order: best, speed, memory."""
+        orders = [*ORDERS]
+        self._order = orders[(orders.index(self._order) + 1) % len(orders)]
+        self._list()
+        self.query_one(OptionList).highlighted = 0 if self.choices else None
 
     def action_disk(self) -> None:
         self._shows_disk = not self._shows_disk

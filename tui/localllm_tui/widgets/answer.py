@@ -32,10 +32,10 @@ class AnswerView(TurnView):
 
     DEFAULT_CSS = """
     AnswerView { border-left: solid $foreground 40%; }
-    AnswerView > .progress { text-style: dim; }
+    AnswerView > .progress { color: $hint; }
     AnswerView > Collapsible { border: none; padding: 0; margin: 0; background: transparent; }
     AnswerView > Collapsible Contents { padding: 0 0 0 2; }
-    AnswerView .thinking { text-style: dim italic; }
+    AnswerView .thinking { color: $hint; text-style: italic; }
     """
 
     @classmethod

@@ -11,6 +11,8 @@ from rich.text import Text
 from rich.theme import Theme
 from textual.color import Color, ColorParseError
 
+from localllm_tui.widgets.contrast import readable
+
 # Each is one of the theme's colours ("-" for none) and text attributes.
 STYLES = {
     "heading.h1": "primary bold",
@@ -18,14 +20,15 @@ STYLES = {
     "heading.h3": "primary bold",
     "heading.h4": "- bold underline",
     "heading.h5": "- bold",
-    "heading.h6": "- bold dim",
+    "heading.h6": "hint bold",
     "bullet": "text-primary",
-    "quote": "text-primary dim",
-    "rule": "- dim",
+    "quote": "hint",
+    "rule": "hint",
     "link": "- underline",
     "table.head": "text-primary bold",
     "code.inline": "text-warning",
-    "code.Comment": "- dim",
+    "code.label": "hint",
+    "code.Comment": "hint",
     "code.Error": "text-error",
     "code.Keyword": "text-accent",
     "code.Keyword.Constant": "text-success bold",
@@ -55,16 +58,21 @@ _BEHIND_DARK, _BEHIND_LIGHT, _BEHIND_INLINE = 0.1, 0.04, 0.1
 
 def palette(variables: Mapping[str, str]) -> Console:
     """A console whose theme maps the names of `STYLES` to a theme's variables."""
-    styles = {}
-    for name, look in STYLES.items():
-        colour, _, marks = look.partition(" ")
-        styles[name] = Style.parse(marks or "none") + Style(color=_rich(_colour(variables, colour)))
     behind, warning = _colour(variables, "background"), _colour(variables, "warning")
-    styles["code.block"] = Style()
+    grounds: tuple[Color, ...] = ()
     if behind is not None and behind.ansi is None and warning is not None:  # the terminal's own has no shades
         shade = behind.blend(Color(0, 0, 0), _BEHIND_DARK if behind.brightness < 0.5 else _BEHIND_LIGHT)
-        styles["code.block"] = Style(bgcolor=_rich(shade))
-        styles["code.inline"] += Style(bgcolor=_rich(behind.blend(warning, _BEHIND_INLINE)))
+        grounds = (behind, shade, behind.blend(warning, _BEHIND_INLINE))
+    styles = {}
+    for name, look in STYLES.items():
+        token, _, marks = look.partition(" ")
+        colour = _colour(variables, token)
+        seen = readable(colour, grounds) if colour is not None and grounds else colour
+        styles[name] = Style.parse(marks or "none") + Style(color=_rich(seen))
+    styles["code.block"] = Style()
+    if grounds:
+        styles["code.block"] = Style(bgcolor=_rich(grounds[1]))
+        styles["code.inline"] += Style(bgcolor=_rich(grounds[2]))
     return Console(theme=Theme(styles), width=80)
 
 

@@ -12,9 +12,10 @@ from textual.widgets import TextArea
 
 from localllm_tui.bindings import bindings_of, caught_by
 from localllm_tui.control.attachments import dropped_files
-from localllm_tui.control.commands import matching
+from localllm_tui.control.commands import matching, parse
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
+from localllm_tui.widgets.slash_menu import SlashMenu
 
 # A longer paste would make each key slow: it is attached as a file.
 MUCH_CHARS = 300_000
@@ -29,6 +30,7 @@ class Composer(TextArea):
     Composer {
         height: auto; min-height: 3; max-height: 10;
         border: round $foreground 40%; padding: 0 1;
+        border-title-color: $hint; border-subtitle-color: $hint;
         background: transparent;
         &:focus { border: round $accent; }
         & .text-area--cursor-line { background: transparent; }
@@ -36,8 +38,9 @@ class Composer(TextArea):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(COMPOSER)
 
-    def __init__(self) -> None:
+    def __init__(self, menu: SlashMenu) -> None:
         super().__init__(id="composer", soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
+        self.menu = menu
         self.earlier_questions: list[str] = []
         self._shown_earlier = 0
 
@@ -93,10 +96,19 @@ class Composer(TextArea):
         self.post_message(ScrollTranscript(pages))
 
     def _send(self) -> bool:
+        chosen = self.menu.chosen
+        if chosen is not None and self.text != f"/{chosen.name}" and parse(self.text) != (chosen.name, ""):
+            needs_more = bool(chosen.argument) and not chosen.argument.startswith("[")
+            self.replace_text(f"/{chosen.name}" + (" " if needs_more else ""))
+            if needs_more:
+                return True
         self.post_message(QuestionSubmitted(self.text))
         return True
 
     def _complete(self) -> bool:
+        if self.menu.chosen is not None and (self.menu.highlighted or not matching(self.text)):
+            self.replace_text(f"/{self.menu.chosen.name}" + (" " if self.menu.chosen.argument else ""))
+            return True
         found = matching(self.text)
         # a complete name is extended to the longer one
         found = [c for c in found if self.text != f"/{c.name}"] or found
@@ -111,6 +123,9 @@ class Composer(TextArea):
 
     def _browse(self, step: int) -> bool:
         """Bring back an earlier question, unless something else is being written."""
+        if self.menu.chosen is not None:
+            self.menu.move(step)
+            return True
         if self._shown_earlier and self.text != self.earlier_questions[-self._shown_earlier]:
             self._shown_earlier = 0
         if not self.earlier_questions or (self.text and not self._shown_earlier):

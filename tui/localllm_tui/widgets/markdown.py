@@ -40,6 +40,7 @@ class MarkdownRow:
     soft: bool = False  # goes on with the line of the row before
     lead: int = 0  # as many characters at its beginning are no part of that line
     fill: str = ""  # the style up to the right edge
+    label: bool = False  # names what follows, and is no part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class _Piece:
     rows: list[MarkdownRow]
     line: int
     number: int | None = None
+    fences: int = 0  # code blocks of the text up to here, this piece's included
 
 
 class MarkdownRows:
@@ -65,6 +67,7 @@ class MarkdownRows:
         # Where links lead may be said at the end, for all of the text.
         self._links: dict[str, Any] = {}
         self._links_came = False
+        self._fences = 0  # before the tail
 
     def at(self, width: int) -> list[MarkdownRow]:
         if width != self._width:
@@ -87,6 +90,7 @@ class MarkdownRows:
 
     def _anew(self) -> None:
         self._rows, self.finished, self._tail, self._number = [], 0, self.source, None
+        self._fences = 0
         self._lay_out()
         self._links_came = False
 
@@ -101,6 +105,7 @@ class MarkdownRows:
             if n == begun and n:
                 self.finished, self._number = len(self._rows), piece.number
                 self._tail = "".join(lines[piece.line :])
+                self._fences = pieces[n - 1].fences
             self._rows += piece.rows
 
     def _lines(self, lines: Sequence[str]) -> Iterator[_Piece]:
@@ -114,7 +119,12 @@ class MarkdownRows:
         self._links_came |= len(links) > len(self._links)
         self._links = links
         above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
+        fences = self._fences
         for n, node in enumerate(nodes):
+            before = fences
+            for fence in (inner for inner in node.walk() if inner.type == "fence"):
+                fences += 1
+                fence.meta["number"] = fences
             gap = [MarkdownRow(Text(""))] if above else []
             if node.type in _LISTS:
                 begun = self._number if n == 0 else None
@@ -122,11 +132,12 @@ class MarkdownRows:
                     number = (_first(node) if begun is None else begun) + k
                     rows = [*_item(node, item, number, self._width)]
                     later = k > 0 or begun is not None
-                    yield _Piece(rows if later else gap + rows, _line(item), number if later else None)
+                    before += sum(inner.type == "fence" for inner in item.walk())
+                    yield _Piece(rows if later else gap + rows, _line(item), number if later else None, before)
                 above = True
             else:
                 rows = [*_block(node, self._width)]
-                yield _Piece(gap + rows if rows else [], _line(node))
+                yield _Piece(gap + rows if rows else [], _line(node), fences=fences)
                 above = above or bool(rows)
 
 
@@ -158,7 +169,10 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Markdow
         inside = _stacked(node.children, width - 2, depth)
         yield from _led(inside, Text("▌ ", "quote"), Text("▌ ", "quote"))
     elif node.type in ("fence", "code_block"):
-        yield from _code(node.content, node.info.split(maxsplit=1)[0] if node.info.strip() else "", width)
+        language = node.info.split(maxsplit=1)[0] if node.info.strip() else ""
+        if "number" in node.meta:
+            yield _code_label(node.meta["number"], language, width)
+        yield from _code(node.content, language, width)
     elif node.type == "table":
         yield from _table(node, width)
     elif node.type == "hr":
@@ -182,8 +196,11 @@ def _first(node: SyntaxTreeNode) -> int:
 
 
 def _item(node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0) -> Iterator[MarkdownRow]:
+    boxes = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
     bullet = f"{number}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
     inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [MarkdownRow(Text(""))]
+    if (box := boxes.get(inside[0].text.plain[:4])) is not None:
+        bullet, inside[0] = box.ljust(len(bullet)), replace(inside[0], text=inside[0].text[4:])
     yield from _led(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
 
 
@@ -192,6 +209,14 @@ def _led(rows: Iterable[MarkdownRow], first: Text, others: Text) -> Iterator[Mar
     for n, row in enumerate(rows):
         lead = first if n == 0 else others
         yield replace(row, text=Text.assemble(lead, row.text), lead=len(lead) + row.lead)
+
+
+def _code_label(number: int, language: str, width: int) -> MarkdownRow:
+    """The line above a code block: the number by which a key copies it; so does a click."""
+    said = Text(f"  [{number}] {language}".rstrip(), "code.label", no_wrap=True)
+    said.truncate(width)
+    said.stylize(Style(meta={"@click": ("copy_code", (number,))}))
+    return MarkdownRow(said, fill="code.block", label=True)
 
 
 def _code(code: str, language: str, width: int) -> Iterator[MarkdownRow]:

@@ -24,7 +24,7 @@ class Slider(Static, Generic[T]):
 
     DEFAULT_CSS = """
     Slider { height: 1; width: 1fr; }
-    Slider:focus { text-style: bold; color: $accent; }
+    Slider:focus { text-style: bold; color: $accent-text; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(SLIDER)
     can_focus = True

@@ -13,6 +13,8 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
+from localllm_tui.control.attachments import code_blocks
+from localllm_tui.messages import CopyWanted
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRow, MarkdownRows
 
@@ -100,13 +102,19 @@ class GrowingText(Widget):
         said = ""
         for y, row in enumerate(self.rows.at(self.size.width)):
             span = selection.get_span(y)
-            if span is None:
+            if span is None or row.label:
                 continue
             start, end = span
             begins = max(start, row.lead) if row.soft else start
             between = "" if not said else " " if row.soft else "\n"
             said += between + row.text.plain[begins : None if end == -1 else end].rstrip()
         return said, "\n"
+
+    def action_copy_code(self, number: int) -> None:
+        """Copy the code block of this number."""
+        blocks = code_blocks(self.source)
+        if 1 <= number <= len(blocks):
+            self.post_message(CopyWanted(blocks[number - 1], f"code block {number} of {len(blocks)}"))
 
     def action_link(self, address: str) -> None:
         """Open a link, if it is a web page: a model may write any address, and some start programs."""

@@ -26,9 +26,9 @@ class TurnView(Vertical):
     """A turn. `turn_id` is its message's id; 0 while it has none."""
 
     DEFAULT_CSS = """
-    TurnView { margin-top: 1; padding-left: 1; height: auto; }
+    TurnView { margin-top: 1; padding-left: 1; height: auto; max-width: 104; }
     TurnView > .who { text-style: bold; }
-    TurnView > .note { text-style: dim; }
+    TurnView > .note { color: $hint; }
     TurnView.-selected > .who { text-style: bold reverse; width: auto; }
     TurnView.-selected { background: $foreground 8%; }
     """

@@ -59,7 +59,7 @@ class EarlierTurns(Static):
     """Stands for the turns before the first one shown."""
 
     DEFAULT_CSS = """
-    EarlierTurns { padding: 0 2; text-style: dim; margin-top: 1; }
+    EarlierTurns { padding: 0 2; color: $hint; margin-top: 1; }
     """
 
     def __init__(self, hidden: int) -> None:
@@ -73,8 +73,8 @@ class ChatNote(Vertical):
     """Something the chat itself says, as Markdown or plain text; kept out of the conversation."""
 
     DEFAULT_CSS = """
-    ChatNote { margin-top: 1; padding-left: 2; }
-    ChatNote > Static { text-style: dim; }
+    ChatNote { margin-top: 1; padding-left: 2; max-width: 104; }
+    ChatNote > Static { color: $hint; }
     """
 
     def __init__(self, text: str, *, markdown: bool = False) -> None:
@@ -90,7 +90,7 @@ class ErrorNote(Vertical):
     """An error, what to do about it, and the way on."""
 
     DEFAULT_CSS = """
-    ErrorNote { margin-top: 1; padding-left: 1; border-left: double $error; }
+    ErrorNote { max-width: 104; margin-top: 1; padding-left: 1; border-left: double $error; }
     ErrorNote > .message { text-style: bold; }
     """
 
@@ -111,7 +111,7 @@ class LaterTurns(Static):
     """Stands for the turns after the last one shown."""
 
     DEFAULT_CSS = """
-    LaterTurns { padding: 0 2; text-style: dim; margin-top: 1; }
+    LaterTurns { padding: 0 2; color: $hint; margin-top: 1; }
     """
 
     def __init__(self, hidden: int) -> None:
@@ -134,7 +134,7 @@ UNANSWERED = "This question has no answer yet: /retry asks for one, /edit change
 
 class FirstRunPage(Static):
     DEFAULT_CSS = """
-    FirstRunPage { margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent; }
+    FirstRunPage { max-width: 104; margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent; }
     """
 
     def __init__(self, said: Sequence[str]) -> None:

@@ -1,0 +1,109 @@
+"""Colours: every text here can be read in every theme, light terminals are known, and sixteen colours are the terminal's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from textual.color import Color
+from textual.theme import BUILTIN_THEMES
+
+from localllm_tui.control.terminal import is_light
+from localllm_tui.widgets.code import STYLES, palette
+from localllm_tui.widgets.contrast import READABLE, contrast, readable, readable_tokens
+from tui.conftest import Driver
+
+NAMED = [name for name, theme in BUILTIN_THEMES.items() if not theme.ansi]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_text_can_be_read_in_every_theme(name: str) -> None:
+    theme = BUILTIN_THEMES[name].to_color_system().generate()
+    variables = {**theme, **readable_tokens(theme)}
+    grounds = [Color.parse(variables[ground]) for ground in ("background", "surface")]
+    for token in ("hint", "accent-text"):
+        assert min(contrast(Color.parse(variables[token]), ground) for ground in grounds) >= READABLE, token
+    look = palette(variables)
+    block = look.get_style("code.block").bgcolor
+    assert block is not None
+    for style in STYLES:
+        seen = look.get_style(style)
+        if seen.color is not None:
+            behind = seen.bgcolor or (block if style.startswith("code.") else grounds[0].rich_color)
+            assert contrast(Color.from_rich_color(seen.color), Color.from_rich_color(behind)) >= READABLE, style
+
+
+def test_a_colour_moves_no_further_than_it_must() -> None:
+    black, white = Color(0, 0, 0), Color(255, 255, 255)
+    assert contrast(black, white) == pytest.approx(21)
+    assert readable(white, (black,)) == white
+    assert READABLE <= contrast(readable(Color(90, 90, 90), (black,)), black) < READABLE + 1
+
+
+@pytest.mark.parametrize(
+    ("said", "light"),
+    [
+        ("\x1b]11;rgb:ffff/ffff/ffff\x1b\\\x1b[?64;1;2c", True),
+        ("\x1b]11;rgb:1e1e/1e1e/2e2e\x07", False),
+        ("\x1b]11;rgb:fd/f6/e3\x07", True),
+        ("\x1b[?1;2c", False),
+        ("", False),
+        ("\x1b]11;rgb:zz/00/00\x07", False),
+    ],
+)
+def test_a_light_terminal_says_so(said: str, light: bool) -> None:
+    assert is_light(said) is light
+
+
+def test_sixteen_colours_are_the_terminals_own(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLORTERM", raising=False)
+
+    async def play(d: Driver) -> None:
+        assert d.app.theme == "ansi-dark"
+        assert d.app.fitting_theme(light=True) == "ansi-light"
+        assert "Enter sends" in d.screen()
+
+    drive(play)
+
+
+def test_prose_is_no_wider_than_a_book(drive: Any, server: Any) -> None:
+    server.answer("word " * 100)
+
+    async def play(d: Driver) -> None:
+        await d.ask("question " * 60)
+        lines = [line for line in d.screen().splitlines() if "word word" in line or "question question" in line]
+        assert len(lines) > 4
+        assert max(len(line.rstrip()) for line in lines) <= 106
+
+    drive(play, size=(200, 60))
+
+
+def test_code_has_its_number_and_a_click_copies_it(drive: Any, server: Any) -> None:
+    copied: list[str] = []
+    server.answer("first\n\n```python\nx = 1\n```\n\n- [ ] open\n- [x] done\n\n  ```sh\n  ls\n  ```\n")
+
+    async def play(d: Driver) -> None:
+        await d.ask("code?")
+        lines = d.screen().splitlines()
+        assert any(line.strip(" │▌▏┃").endswith("[1] python") for line in lines)
+        assert "☐ open" in d.screen()
+        assert "☑ done" in d.screen()
+        at = next(y for y, line in enumerate(lines) if "[2] sh" in line)
+        await d.pilot.click(offset=(lines[at].index("[2]"), at))
+        await d.until(lambda: copied == ["ls"])
+
+    drive(play, copy=lambda text: bool(copied.append(text)) or True)
+
+
+def test_the_head_line_names_the_conversation_and_its_version(drive: Any, server: Any) -> None:
+    server.answer("one")
+    server.answer("two")
+
+    async def play(d: Driver) -> None:
+        await d.ask("why is the sky blue?")
+        await d.ask("/retry")
+        await d.until(lambda: "version 2 of 2" in d.screen().splitlines()[0])
+        assert "why is the sky blue?" in d.screen().splitlines()[0]
+
+    drive(play)

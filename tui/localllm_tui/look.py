@@ -1,0 +1,41 @@
+"""What holds for the look of every app here: colours that can be read, thin scrollbars, lines without control characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from textual.app import App
+from textual.filter import LineFilter
+
+from localllm_tui.widgets.contrast import readable_tokens
+from localllm_tui.widgets.line_filters import CSS as NO_COLOR_CSS
+from localllm_tui.widgets.line_filters import NoColors, NoControls
+
+T = TypeVar("T")
+
+
+class LookApp(App[T]):
+    """Adds `$hint` and `$accent-text` to each theme's variables: texts in them can be read in all of them."""
+
+    CSS = (
+        """
+    VerticalScroll, OptionList, Tree, TextArea { scrollbar-size-vertical: 1; }
+    """
+        + NO_COLOR_CSS
+    )
+
+    def get_css_variables(self) -> dict[str, str]:
+        variables = super().get_css_variables()
+        self.theme_variables = {**variables, **readable_tokens(variables)}
+        return self.theme_variables
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        filters = [*super().get_line_filters(), NoControls()]
+        return [*filters, NoColors()] if self.no_color else filters
+
+    def fitting_theme(self, *, light: bool) -> str:
+        """The theme for a terminal of which nothing but its background is known: its own colours where it has 16."""
+        if self.console.color_system in ("standard", "windows"):
+            return "ansi-light" if light else "ansi-dark"
+        return "textual-light" if light else "textual-dark"
