@@ -223,8 +223,9 @@ _BOARD_CLOCK_GHZ = (
 )
 # What cores multiply matrices of Q4_K at, TFLOP/s of one by its widest vectors, and the power of their number: together they run
 # slower. Two Zen cores with AVX-512 289 GFLOP/s (llama.cpp 0.3.36, 512 tokens); 64 of an EPYC 7702 (AVX2) read 301 tokens/s of a
-# 3B in Q4_K_M, 1.9 TFLOP/s (https://huggingface.co/bartowski, llama-bench in his model cards).
-_CORE_TFLOPS = {"AVX-512": 0.12, "AVX2": 0.05}
+# 3B in Q4_K_M, 1.9 TFLOP/s (https://huggingface.co/bartowski, llama-bench in his model cards): 0.054 by this law. Desktops' cores
+# run half as fast again as that server's: between the two.
+_CORE_TFLOPS = {"AVX-512": 0.12, "AVX2": 0.07}
 _CORES_POWER = 0.85
 # The type of weights whose product, where it was timed, is a processor's nominal rate.
 CPU_YARDSTICK = "Q4_K"
