@@ -9,7 +9,9 @@ operation that can multiply text is measured (sandbox_limits.py) before it runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import re
 import sys
 import threading
 import time
@@ -32,7 +34,16 @@ MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
 MAX_WRITTEN_BYTES = 2 * limits.MAX_TEXT_BYTES
 MAX_HELD_BYTES = 2 * limits.MAX_TEXT_BYTES
-_LARGE_BYTES = 4096
+# What a value counts for besides its own bytes: the lists and tables that remember it.
+_REMEMBERED_BYTES = 64
+MAX_DEFINITIONS = 500
+_LONGEST_TIME_FORMAT = 256
+# Parts that an object of Jinja's own counts for where it stands in a list: an iterator takes half a kilobyte.
+_OBJECT_PARTS = 8
+# Longer numbers are refused before anybody reads them: Python takes 4,300 digits, and says so in its own words.
+_LONG_NUMBER = re.compile(r"[0-9_]{400}")
+# What a list may come to with all that is in it, the same part counted as often as it is there: so long a comparison takes.
+MAX_PARTS = 250_000
 # Ways to multiply text that no chat template needs: llama.cpp's own engine (common/jinja), on which each runs, lacks them.
 _UNUSED_FILTERS = ("batch", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
 _UNUSED_METHODS = frozenset({"encode", "expandtabs", "format_map", "to_bytes", "translate", "zfill"})
@@ -43,7 +54,8 @@ class TemplateRaisedError(jinja2.TemplateError):
 
 
 class _RenderBudget(threading.local):
-    """What is left of this thread's current rendering, and the large values it made that may still be in use."""
+    """What is left of this thread's current rendering, and the values it made that may still be in use (`held`), with how many
+    parts lists of them have (`parts`, by id); `given` are the ids of the conversation's lists."""
 
     steps: int = MAX_STEPS
     deadline_s: float = float("inf")
@@ -52,6 +64,8 @@ class _RenderBudget(threading.local):
 
     def __init__(self) -> None:
         self.held: list[Any] = []
+        self.parts: dict[int, int] = {}
+        self.given: set[int] = set()
 
 
 _budget = _RenderBudget()
@@ -67,7 +81,7 @@ def start_budget(seconds: float = MAX_SECONDS) -> None:
 def start_writing() -> None:
     """Forget what was written: the conversation is rendered from its beginning, within the same steps and time."""
     _budget.written_bytes = _budget.held_bytes = 0
-    _budget.held = []
+    _budget.held, _budget.parts, _budget.given = [], {}, set()
 
 
 def _tick(constant_chars: int = 0) -> str:
@@ -97,26 +111,65 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _made(value: Any) -> Any:
-    """`value`, measured, and remembered where it is large: many large texts are as much as one that is too large."""
+def _made(value: Any, parts: int = 0) -> Any:
+    """`value`, measured, and remembered: many texts are as much as one that is too large."""
     limits.made(value)
-    size = sys.getsizeof(value) if isinstance(value, (str, list, tuple)) else 0
-    if size >= _LARGE_BYTES:
+    if isinstance(value, (str, list, tuple, dict)) and id(value) not in _budget.given:
+        if not isinstance(value, str):
+            _budget.parts[id(value)] = parts = parts or _parts(value)
+            _check_parts(parts)
         _budget.held.append(value)
-        _budget.held_bytes += size
+        _budget.held_bytes += sys.getsizeof(value) + _REMEMBERED_BYTES
         if _budget.held_bytes > MAX_HELD_BYTES:
             _let_go()
     return value
 
 
+def _parts(value: Any) -> int:
+    """How many parts a list has, with those of its own parts: lists that hold one another many times over take for ever to
+    compare. Those of the conversation count as one, since none of them stands twice."""
+    total, waiting = 0, [value]
+    while waiting:
+        container = waiting.pop()
+        inner = [*container, *container.values()] if isinstance(container, dict) else container
+        total += 1 + len(inner)
+        for part in inner:
+            if isinstance(part, (list, tuple, dict)) and id(part) not in _budget.given:
+                known = _budget.parts.get(id(part))
+                if known is None:
+                    waiting.append(part)
+                else:
+                    total += known
+        _check_parts(total)
+    return total
+
+
+def _check_parts(parts: int) -> None:
+    if parts > MAX_PARTS:
+        raise TemplateLimitError(f"the chat template made a list of more than {MAX_PARTS} parts")
+
+
+def _appended(to: list[Any], value: Any) -> None:
+    """`value` is about to stand at the end of a list."""
+    _made(value)
+    more = _parts([value]) + (
+        0 if isinstance(value, (str, int, float, list, tuple, dict, type(None))) else _OBJECT_PARTS
+    )
+    parts = (_budget.parts.get(id(to)) or _parts(to)) + more
+    _budget.parts[id(to)] = parts
+    _budget.held.append(to)
+    _budget.held_bytes += _REMEMBERED_BYTES
+    _check_parts(parts)
+
+
 def _let_go() -> None:
-    """Forget the large values that nobody but this list knows; too many that are in use end the rendering."""
+    """Forget the values that nobody but this list knows; too many that are in use end the rendering."""
     held: dict[int, Any] = {id(v): v for v in _budget.held}
-    _budget.held = []
+    _budget.held, _budget.parts = [], {}
     # Two references are ours while asked: the dictionary's and the call's; the loop's own name is a third.
     kept = [v for v in held.values() if sys.getrefcount(v) > _OWN_REFERENCES]
     _budget.held = kept
-    _budget.held_bytes = sum(sys.getsizeof(v) for v in kept)
+    _budget.held_bytes = sum(sys.getsizeof(v) + _REMEMBERED_BYTES for v in kept)
     if _budget.held_bytes > MAX_HELD_BYTES // 2:
         raise TemplateLimitError("the chat template holds too much text at once")
 
@@ -140,6 +193,11 @@ def _meter(tree: nodes.Template) -> None:
     `a ~ b` builds a text without a call the sandbox could see, a loop over a list turns without one, and a template's
     own text is written without either.
     """
+    defined = itertools.islice(
+        tree.find_all((nodes.Macro, nodes.CallBlock, nodes.Block, nodes.For)), MAX_DEFINITIONS + 1
+    )
+    if len(list(defined)) > MAX_DEFINITIONS:
+        raise TemplateLimitError(f"the chat template defines more than {MAX_DEFINITIONS} macros, blocks and loops")
     blocks: list[nodes.For | nodes.Macro | nodes.CallBlock] = []
     for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
         blocks += tree.find_all(kind)
@@ -162,12 +220,14 @@ def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
 
 
 def _measured(node: Any) -> Any:
-    """`node`, through a filter where it makes a text that nothing else sees: `~` and slices."""
+    """`node`, through a filter where it makes a value that nothing else sees: `~`, slices, lists and dictionaries."""
     if isinstance(node, nodes.Concat):
         first, *others = node.nodes
         return nodes.Filter(first, "__concat__", others, [], None, None, lineno=node.lineno)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
         return nodes.Filter(node, "__slice__", [], [], None, None, lineno=node.lineno)
+    if isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+        return nodes.Filter(node, "__literal__", [], [], None, None, lineno=node.lineno)
     return node
 
 
@@ -177,11 +237,12 @@ class _GivenList(list[Any]):
 
 def owned(value: Any) -> Any:
     """A copy of the conversation's containers, so that nothing a template does reaches the caller's."""
-    if isinstance(value, Mapping):
-        return {k: owned(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _GivenList(owned(v) for v in value)
-    return value
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    parts = {k: owned(v) for k, v in value.items()} if isinstance(value, Mapping) else None
+    made: Any = _GivenList(owned(v) for v in value) if parts is None else parts
+    _budget.given.add(id(made))
+    return made
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -202,7 +263,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters.update(dict.fromkeys(_UNUSED_FILTERS, _refuse_filter))
         self.filters.update(tojson=_tojson, join=_join)
         self.filters = {name: _guarded(name, f) for name, f in self.filters.items()}
-        self.filters.update(__concat__=_concat, __slice__=_made)
+        self.filters.update(__concat__=_concat, __slice__=_made, __literal__=_literal)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -226,13 +287,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             args = (list(args[0]), *args[1:])
             limits.joined_exactly(owner, args[0])
         limits.check_method(owner, name, args, kwargs)
+        if name == "append" and isinstance(owner, list) and args:
+            _appended(owner, args[0])
         return _made(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`*`, `**`, `%` and `+` can make a value larger than both sides together."""
         limits.check_operator(operator, left, right)
         _tick()
-        return _made(super().call_binop(context, operator, left, right))
+        known = [_budget.parts.get(id(side)) for side in (left, right)] if operator == "+" else []
+        # A list that grows by one at a time is not looked through each time.
+        parts = sum(n for n in known if n is not None) if known and None not in known else 0
+        return _made(super().call_binop(context, operator, left, right), parts)
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,6 +308,9 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
         _tick()
+        if name in limits.COMPARING and isinstance(args[given], Iterator):
+            parts = list(itertools.islice(args[given], limits.MAX_ITEMS + 1))
+            args = (*args[:given], parts, *args[given + 1 :])
         limits.check_filter(name, args[given], args[given + 1 :], kwargs)
         return _made(function(*args, **kwargs))
 
@@ -250,6 +319,11 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_filter(*_: Any) -> NoReturn:
     raise TemplateLimitError("the chat template uses a filter that is not offered here")
+
+
+@jinja2.pass_context  # it is for each time it is made, not for once while the template is read
+def _literal(context: Any, value: Any) -> Any:
+    return _made(value)
 
 
 def _concat(*parts: Any) -> str:
@@ -269,6 +343,8 @@ def _raise_exception(message: Any = "") -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 - the name templates use
+    if len(format) > _LONGEST_TIME_FORMAT:
+        raise TemplateLimitError("the chat template writes the time at great length")
     return datetime.now().strftime(format)
 
 
@@ -307,8 +383,13 @@ def compile_template(source: str) -> jinja2.Template:
     """Parse `source`; raises jinja2.TemplateError for one that is too large or not a template."""
     if len(source) > MAX_SOURCE_CHARS:
         raise TemplateLimitError(f"the chat template is larger than {MAX_SOURCE_CHARS} characters")
+    if _LONG_NUMBER.search(source):
+        raise TemplateLimitError("the chat template has a number of more digits than any needs")
     env = TemplateEnvironment()
+    start_budget()
     try:
         return env.from_string(source)
-    except RecursionError as e:
+    except (RecursionError, MemoryError, SyntaxError) as e:
         raise TemplateLimitError("the chat template is nested too deeply") from e
+    except (ArithmeticError, ValueError) as e:
+        raise TemplateLimitError("the chat template computes what can't be") from e

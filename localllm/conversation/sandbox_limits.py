@@ -17,6 +17,8 @@ MAX_TEXT_BYTES = 1 << 24
 MAX_ITEMS = 250_000
 MAX_INTEGER_BITS = 256
 _MAX_NODES = 250_000
+# Filters that compare the parts of a list.
+COMPARING = ("sort", "unique", "groupby", "dictsort", "min", "max")
 _NUMBER = re.compile(r"\d+")
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\d+|\*)?(?:\.(\d+|\*))?[A-Za-z%]")
 _FIELD = re.compile(r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
@@ -184,6 +186,24 @@ def _check_characters(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
         _allow_items(len(value))
 
 
+def _check_written_characters(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """A filter that takes a text apart, whatever it is given."""
+    if not isinstance(value, (int, float)):
+        _allow_items(len(value) if isinstance(value, str) else text_bytes(value))
+
+
+def _check_case(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """A change of letters: Python makes three of four bytes each of every one, unless all are ASCII."""
+    if isinstance(value, str) and not value.isascii():
+        allow(12 * len(value), "change of letters")
+
+
+def _check_compared(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """A filter that compares the parts: it makes a text of lower case, or a key, of each."""
+    if isinstance(value, (list, tuple, Mapping)):
+        allow(text_bytes(value), "comparison")
+
+
 def _check_sum(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if isinstance(value, (list, tuple)):
         _allow_items(sum(len(v) for v in value if isinstance(v, (list, tuple))))
@@ -200,10 +220,15 @@ def _check_percent_filter(value: Any, args: tuple[Any, ...], kwargs: Mapping[str
 _METHODS: Mapping[str, Check] = {
     "ljust": _check_width, "rjust": _check_width, "center": _check_width, "replace": _check_replace, "format": _check_format,
     "split": _check_split, "rsplit": _check_split, "splitlines": _check_lines,
+    **dict.fromkeys(("upper", "lower", "title", "capitalize", "casefold", "swapcase"), _check_case),
 }  # fmt: skip
 _FILTERS: Mapping[str, Check] = {
     "center": _check_width, "indent": _check_indent, "replace": _check_replace, "format": _check_percent_filter,
-    "list": _check_characters, "sort": _check_characters, "unique": _check_characters, "sum": _check_sum,
+    "list": _check_characters, "sum": _check_sum, **dict.fromkeys(COMPARING, _check_compared),
+    **dict.fromkeys(("upper", "lower", "capitalize"), _check_case),
+    **dict.fromkeys(
+        ("title", "wordcount", "striptags", "urlencode", "escape", "e", "forceescape"), _check_written_characters
+    ),
     "string": _check_text,
 }  # fmt: skip
 
