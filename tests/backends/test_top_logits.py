@@ -15,6 +15,7 @@ from engine.drive import GREEDY, Outcome, run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.engine.sampling.filters import candidates
+from localllm_backends import conformance
 from localllm_backends.contract import Chunk, LoadSpec, SampleSpec
 from localllm_backends.llamacpp import backend_type
 from localllm_backends.llamacpp.backend import LlamaCppBackend
@@ -82,6 +83,13 @@ def test_a_draw_over_all_tokens_is_decided_by_few_and_their_total(backend: Llama
     backend.truncate(sequence, 0)
     result = backend.step([Chunk(sequence, text, sample=nucleus, few=True)])
     assert result.sampled(0) == chosen(result.logits(0)[0], nucleus)
+
+
+def test_a_device_that_sorts_keeps_the_contract(backend: LlamaCppBackend) -> None:
+    """What `doctor --accelerator` checks on a GPU, whose rows are whole where few streams are."""
+    if not backend.capabilities.samples:
+        backend.sort_where_computed()
+    conformance.what_is_sampled_follows_from_the_logits(conformance.Subject(backend, conformance.LOGIT_NOISE))
 
 
 def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend) -> None:
