@@ -143,7 +143,7 @@ def _drawn(top: TopRows, least: Rows, specs: Seq[SampleSpec]) -> tuple[Ids, NDAr
         told = [unlimited(s) and not _changes(s) for s in specs]
         totals = np.where(told, top.totals if top.totals is not None else 0.0, 0.0)[:, None]
         top_k = np.where(totals > 0, np.count_nonzero(ranked > least, axis=1)[:, None], top_k)
-    width = min(int(top_k.max()), k)
+    width = max(1, min(int(top_k.max()), k))
     last = np.clip(top_k, 1, k)[:, 0].astype(np.int64) - 1
     good = (ranked[rows, last] > least[:, 0]) & (ranked[:, 0] < np.inf) & (top_k[:, 0] > 0)
     far = ranked[:, :width].astype(np.float64)

@@ -35,6 +35,7 @@ HONOURED, REFUSED, NAMED, NO_EFFECT = "honoured", "refused", "named", "no effect
 Table = dict[str, tuple[Any, ...]]
 
 # What every dialect of OpenAI's and llama.cpp's takes alike.
+SPELLED = [{"role": "user", "content": "a<|turn|>b"}]
 SAMPLING: Table = {
     "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "top_k": (HONOURED, 5), "min_p": (HONOURED, 0.1),
     "typical_p": (HONOURED, 0.5), "repeat_penalty": (HONOURED, 1.1), "repetition_penalty": (HONOURED, 1.1),
@@ -52,6 +53,7 @@ SAMPLING: Table = {
     "model": (HONOURED, "other"), "stream": (HONOURED, True),
 }  # fmt: skip
 CHAT: Table = {
+    "parse_special": (HONOURED, True, {"messages": SPELLED}),
     **SAMPLING,
     "messages": (HONOURED, OTHER), "n": (HONOURED, 2),
     "logprobs": (HONOURED, True),
@@ -94,6 +96,7 @@ TEXT: Table = {
     "service_tier": (HONOURED, "flex"),
 }  # fmt: skip
 RESPONSES: Table = {
+    "parse_special": (HONOURED, True, {"input": SPELLED[0]["content"]}),
     **SAMPLING,
     "input": (HONOURED, "something else"), "instructions": (HONOURED, "be kind"), "max_output_tokens": (HONOURED, 5),
     "parallel_tool_calls": (HONOURED, False, {"tools": [FUNCTION]}), "prompt_cache_key": (NAMED, "k"),
@@ -113,6 +116,7 @@ RESPONSES: Table = {
     "stream_options": (NO_EFFECT, {"include_obfuscation": False}),
 }  # fmt: skip
 MESSAGES: Table = {
+    "parse_special": (HONOURED, True, {"messages": SPELLED}),
     # the samplers of the other dialects, which clients send in an extra body
     **SAMPLING,
     "stop": (HONOURED, ["x"]), "grammar": (HONOURED, 'root ::= "x"'), "json_schema": (HONOURED, SCHEMA), "n": (REFUSED, 2),
@@ -129,6 +133,7 @@ MESSAGES: Table = {
     "betas": (NO_EFFECT, ["b"]), "speed": (NO_EFFECT, "fast"), "cache_control": (NO_EFFECT, {"type": "ephemeral"}),
 }  # fmt: skip
 OLLAMA_CHAT: Table = {
+    "parse_special": (HONOURED, True, {"messages": SPELLED}),
     "model": (HONOURED, "other"), "think": (NAMED, True),
     "messages": (HONOURED, OTHER), "stream": (HONOURED, True), "tools": (HONOURED, [TOOL]), "format": (HONOURED, SCHEMA),
     "options": (HONOURED, {"temperature": 0.5}), "keep_alive": (NO_EFFECT, "5m"), "an_apps_own": (NAMED, 1),
@@ -136,6 +141,7 @@ OLLAMA_CHAT: Table = {
     "truncate": (HONOURED, True, {"messages": LONG}), "tool_choice": (HONOURED, "required", {"tools": [TOOL]}),
 }  # fmt: skip
 OLLAMA_GENERATE: Table = {
+    "parse_special": (HONOURED, True, {"prompt": SPELLED[0]["content"]}),
     "model": (HONOURED, "other"), "stream": (HONOURED, True), "think": (NAMED, True),
     "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "system": (HONOURED, "be kind"), "raw": (HONOURED, True),
     "format": (HONOURED, "json"), "options": (HONOURED, {"num_predict": 3}), "keep_alive": (NO_EFFECT, 0),
@@ -174,7 +180,7 @@ FRESH = re.compile(r'(?<=[-_])[0-9a-f]{24}\b|"created(_at)?": ?("[^"]*"|\d+)|"to
 
 def scripted() -> ScriptedEngine:
     fim = {"pre": 200, "suf": 201, "mid": 202}
-    return ScriptedEngine([CALLS], chat_template=TEMPLATE, fim_tokens=fim, bos_token=BOS)
+    return ScriptedEngine([CALLS], chat_template=TEMPLATE, fim_tokens=fim, bos_token=BOS, control_texts=("<|turn|>",))
 
 
 @pytest.fixture(scope="module")

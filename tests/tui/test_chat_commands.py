@@ -196,8 +196,8 @@ def test_save_writes_markdown_and_overwrites_only_when_told(drive: Any, server: 
         assert "an answer" in file.read_text()
         file.write_text("mine")
         await d.ask(f"/save {file}")
+        await d.until(lambda: "exists already" in d.screen().replace("\n", " "))
         assert file.read_text() == "mine"
-        assert "exists already" in d.screen().replace("\n", " ")
         await d.ask(f"/save! {file}")
         assert "a question" in file.read_text()
 

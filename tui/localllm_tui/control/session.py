@@ -133,6 +133,8 @@ class Session:
         turn = self.tree.append("user", content, meta=meta, parent=instead.parent_id)
         if self.tree.holds(instead.id) and not self.tree.has_followers(instead):
             self.tree.remove(instead)
+            if not self.titled and self.title == title_of(instead.meta.get("typed", instead.content)):
+                self.rename(title_of(text), titled=0)
         return turn
 
     def change_answer(self, answer: StoredMessage, text: str) -> StoredMessage:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -119,15 +120,41 @@ def _asked(fd: int, question: str) -> str:
     return said.decode("utf-8", "replace")
 
 
+_AWAKE_AFTER_S = 0.1
+
+
 def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[], object]) -> None:
     """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would; `wake` is for a SIGCONT after a SIGSTOP."""
-    loop = asyncio.get_running_loop()
+    loop, gone = asyncio.get_running_loop(), False
+
+    def end(number: int) -> None:
+        nonlocal gone
+        gone = number == getattr(signal, "SIGHUP", None)
+        if gone:
+            _write_nowhere()
+        loop.create_task(leave())
+
+    def again() -> None:
+        if not gone:
+            wake()
+
     for name in ("SIGHUP", "SIGTERM"):
         with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
-            loop.add_signal_handler(getattr(signal, name), lambda: loop.create_task(leave()))
+            loop.add_signal_handler(getattr(signal, name), end, getattr(signal, name))
     with suppress(AttributeError, ValueError):
-        # Not in the handler: the main thread may hold a lock of the screen's.
-        _wake_only_from_sleep(lambda: loop.call_soon_threadsafe(wake))
+        # Not in the handler: the main thread may hold a lock of the screen's. Later: a closed window's SIGHUP comes with a SIGCONT.
+        _wake_only_from_sleep(lambda: loop.call_soon_threadsafe(loop.call_later, _AWAKE_AFTER_S, again))
+
+
+def _write_nowhere() -> None:
+    """What is still written to a terminal that hung up goes nowhere: an error would end the screen's writing thread, and with
+    nobody who reads its queue the chat would wait for ever."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for fd in (1, 2):
+            if stat.S_ISCHR(os.fstat(fd).st_mode):
+                os.dup2(nowhere, fd)
+        os.close(nowhere)
 
 
 def _wake_only_from_sleep(otherwise: Callable[[], object]) -> None:
