@@ -60,7 +60,21 @@ _BATCH = 128
 _MROPE = 8  # llama.h: enum llama_rope_type
 
 
-class Eagle3Heads(MtpHeads):
+class _OwnModel(DraftHeads):
+    """Heads that are a model of their own, which goes with them."""
+
+    _drafter: Any
+
+    @property
+    def weights_bytes(self) -> int:
+        return int(self._llama.llama_model_size(self._drafter))
+
+    def free(self) -> None:
+        super().free()
+        self._llama.llama_model_free(self._drafter)
+
+
+class Eagle3Heads(_OwnModel, MtpHeads):
     """One layer that guesses on from its own hidden row, and first from the features of three of the model's layers, fused
     by an encoder. Its vocabulary may be a part of the model's: llama.cpp maps it back (d2t)."""
 
@@ -93,16 +107,8 @@ class Eagle3Heads(MtpHeads):
             fused.extend(self._view(self._context, int(self._encoder.native.n_tokens)).copy())
         return fused
 
-    @property
-    def weights_bytes(self) -> int:
-        return int(self._llama.llama_model_size(self._drafter))
 
-    def free(self) -> None:
-        super().free()
-        self._llama.llama_model_free(self._drafter)
-
-
-class DflashHeads(DraftHeads):
+class DflashHeads(_OwnModel):
     """A few layers that fill in a block of masked tokens in one pass, with the features of what the model has read as their
     KV. DSpark's Markov head is part of that pass; its confidences say where to stop. DFlash2 gives a few candidates for
     each place, with scores of what follows what (its selector)."""
@@ -189,14 +195,6 @@ class DflashHeads(DraftHeads):
                 break
             tokens.append(int(row[before]))
         return tokens
-
-    @property
-    def weights_bytes(self) -> int:
-        return int(self._llama.llama_model_size(self._drafter))
-
-    def free(self) -> None:
-        super().free()
-        self._llama.llama_model_free(self._drafter)
 
 
 class _Features:
