@@ -78,6 +78,14 @@ def read_header(source: Path | str, headers: Mapping[str, str] | None = None) ->
         raise _unreadable(source, e) from e
 
 
+def readable_header(path: Path) -> GgufHeader | None:
+    """The header of a GGUF file; None where it can't be read (the engine says what is wrong)."""
+    try:
+        return read_header(path)
+    except ModelFileError:
+        return None
+
+
 def read_model(source: Path | str, *, known: Model | None = None, headers: Mapping[str, str] | None = None) -> Model:
     """The Model that a GGUF file's header or an MLX folder's config describes, with one Variant: these files.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import LocalLLMError, ModelFileError, UnsupportedError
+from localllm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from localllm.library.resolve import LocalModel
@@ -52,9 +52,10 @@ def chosen_drafter(local: LocalModel, settings: Settings) -> ChosenDrafter:
 
 def companion_at(path: Path) -> CompanionDrafter | None:
     """The trained drafter in this file; None for any other file, and none."""
+    from localllm.library.catalog import readable_header
     from localllm.planner.types import CompanionDrafter
 
-    header = _header(path) if path.suffix == ".gguf" and path.is_file() else None
+    header = readable_header(path) if path.suffix == ".gguf" and path.is_file() else None
     if header is None or header.architecture not in _KINDS:
         return None
     arch = header.architecture
@@ -75,46 +76,45 @@ def companion_at(path: Path) -> CompanionDrafter | None:
 
 def why_unfit(companion: CompanionDrafter, local: LocalModel) -> str | None:
     """Why that drafter can't be this model's, as far as headers say; None where nothing speaks against it."""
+    from localllm.library.catalog import readable_header
+
     if local.format != "gguf":
         return "trained drafters run on llama.cpp only, beside a GGUF file"
-    header = _header(local.path)
-    if header is None:
-        return None
+    header = readable_header(local.path)
+    return _other_width(companion, header, local.name) if header is not None else None
+
+
+def _other_width(companion: CompanionDrafter, header: GgufHeader, name: str) -> str | None:
     width = header.integer(f"{header.architecture}.embedding_length")
-    if width != companion.width:
-        return f"it was trained for a model whose layers are {companion.width:,} wide, and those of {local.name} are {width:,}"
-    return None
+    if width == companion.width:
+        return None
+    return f"it was trained for a model whose layers are {companion.width:,} wide, and those of {name} are {width:,}"
 
 
 def _beside(local: LocalModel) -> CompanionDrafter | None:
     """The smallest trained drafter beside `local` that fits it, where one takes nothing else away: memory of windows and
     states is kept in pieces only without."""
-    header = _header(local.path) if local.format == "gguf" else None
+    from localllm.library.catalog import readable_header
+
+    files = [path for kind, path in local.companions if kind == "drafter"] if local.format == "gguf" else []
+    found = [companion for path in files if (companion := companion_at(path)) is not None]
+    header = readable_header(local.path) if found else None
     if header is None or any(
         f"{header.architecture}.{key}" in header.metadata
         for key in ("attention.sliding_window", "ssm.state_size", "full_attention_interval", "shortconv.l_cache")
     ):
         return None
-    found = [companion_at(path) for kind, path in local.companions if kind == "drafter"]
-    fitting = [c for c in found if c is not None and why_unfit(c, local) is None]
-    return min(fitting, key=lambda c: c.file_bytes, default=None)
+    fitting = [companion for companion in found if _other_width(companion, header, local.name) is None]
+    return min(fitting, key=lambda companion: companion.file_bytes, default=None)
 
 
 def _check_draft_heads(local: LocalModel) -> None:
+    from localllm.library.catalog import readable_header
+
     hint = "use --draft auto, which drafts from the text itself, or a model whose file carries draft heads"
     if local.format != "gguf":
         raise UnsupportedError("draft heads (--draft mtp) run on llama.cpp only, from a GGUF file", hint=hint)
-    header = _header(local.path)
+    header = readable_header(local.path)
     if header is not None and not header.metadata.get(f"{header.architecture}.nextn_predict_layers"):
         why = f"{local.name} has no draft heads: its header names none (nextn_predict_layers)"
         raise UnsupportedError(f"--draft mtp: {why}", hint=hint)
-
-
-def _header(path: Path) -> GgufHeader | None:
-    """None where it can't be read (the engine says what is wrong)."""
-    from localllm.library.catalog import read_header
-
-    try:
-        return read_header(path)
-    except (ModelFileError, LocalLLMError, OSError):
-        return None

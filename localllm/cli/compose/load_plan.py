@@ -137,11 +137,13 @@ def make_load_plan(
 
 
 def _smaller(local: LocalModel, settings: Settings, purpose: Purpose, of: int, ran_out: Plan | None) -> LoadPlan | None:
+    if ran_out is None:
+        return None
     try:
-        load = make_load_plan(local, settings, purpose, of=of, ran_out=ran_out) if ran_out is not None else None
+        load = make_load_plan(local, settings, purpose, of=of, ran_out=ran_out)
     except DoesNotFitError:
         return None
-    return load if load is not None and load.plan is not None else None
+    return load if load.plan is not None else None
 
 
 # -- the plan that fits ------------------------------------------------------------------------------------------------
@@ -283,30 +285,19 @@ def _cache_bytes(settings: Settings) -> int:
     return int(min(8 * 2**30, psutil.virtual_memory().available // 8))
 
 
-def _header_facts(local: LocalModel) -> dict[str, object] | None:
-    """What a GGUF header says under its architecture's name; None where it can't be read (the engine says what is wrong)."""
-    from localllm.errors import ModelFileError
-    from localllm.library.catalog import read_header
-
-    try:
-        header = read_header(local.path)
-    except ModelFileError:
-        return None
-    start = f"{header.architecture}."
-    return {k.removeprefix(start): v for k, v in header.metadata.items() if k.startswith(start)}
-
-
 # -- embedding models and rerankers ------------------------------------------------------------------------------------
 
 
 def pooled_use(local: LocalModel) -> Literal["embeds", "ranks"] | None:
     """What files make whose header names a pooling or classes: "embeds" (vectors) or "ranks" (scores); None for text."""
-    header = _header_facts(local) if local.format == "gguf" else None
+    from localllm.library.catalog import readable_header
+
+    header = readable_header(local.path) if local.format == "gguf" else None
     if header is None:
         return None
-    if header.get("classifier.output_labels"):
+    if header.metadata.get(f"{header.architecture}.classifier.output_labels"):
         return "ranks"
-    pooling = header.get("pooling_type")
+    pooling = header.metadata.get(f"{header.architecture}.pooling_type")
     return _POOLINGS.get(pooling) if isinstance(pooling, int) else None
 
 
