@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from localllm.cli.chat.own_server import background_server
 from localllm_tui.control.client import AnswerDone, AnswerTimings, AnswerUsage, ChatClient
-from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, headline, panel_lines
+from localllm_tui.control.meter import PACES, AnswerMeter
+from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, headline, panel_lines, sparkline
 from localllm_tui.widgets.glass import GlassPanel
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
@@ -88,19 +91,17 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         await d.until(lambda: "EACH TOKEN READS 2.27 GB" in d.screen())
         screen = d.screen()
         assert ("four words of answer" in screen) == beside or not beside
-        assert "27 of 34 GB/s: 80% of what" in screen
+        assert "BANDWIDTH 27 of 34 GB/s: 80%" in screen
         assert all(len(line) <= size[0] for line in screen.splitlines())
         if beside:
             lines = [line.rstrip() for line in panel_lines(d.app.chat.physics, d.app.chat.speed)]
             assert [line for line in lines if line not in screen] == []  # none is folded
-            assert "prompt: 750 of 950 from cache" in screen
+            assert "PROMPT 750 of 950 from cache" in screen
             assert "drafts: 4 of 12 accepted" in screen
             assert "planned      11.5  (10 to 13)" in screen
             assert "  the rest at 50 tok/s" in screen
-            roof = [line[80:] for line in screen.splitlines() if "·" in line[80:]]
-            # The roof rises from left to right.
-            assert [line.index("·") for line in roof] == sorted((line.index("·") for line in roof), reverse=True)
-            assert roof[0].index("·") > roof[-1].index("·") + 5
+            bar = next(line for line in screen.splitlines() if line.count("█") + line.count("░") >= 35)
+            assert bar.count("█") == pytest.approx(0.8 * 36, abs=1)  # the bandwidth, as one bar
         await d.press("f3")
         await d.until(lambda: "EACH TOKEN READS" not in d.screen())
 
@@ -140,6 +141,32 @@ def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(drive: Any, serve
 
     drive(play, size=(120, 40))
     gate.opened.set()
+
+
+def test_while_a_model_is_loaded_no_other_figures_are_shown() -> None:
+    text = "\n".join(panel_lines(known(), AnswerSpeed(live=3.0), loading="loading big 40%"))
+    assert text.startswith("Still loading big 40%")
+    assert "READS" not in text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.0, 20.0), max_size=400))
+def test_the_pace_is_what_came_however_long_it_took(gaps_s: list[float]) -> None:
+    """A row of columns that fits, and whose parts hold every token but those of the part that goes on."""
+    now_s = [0.0]
+    meter = AnswerMeter(lambda: now_s[0])
+    times_s = []
+    for gap_s in gaps_s:
+        now_s[0] += gap_s
+        meter.delta()
+        times_s.append(now_s[0])
+    paces = meter.paces
+    assert len(paces) < PACES
+    assert len(sparkline(paces, 36)) in (0, len(paces))
+    if len(paces) > 0:
+        part_s = next(0.25 * 2**n for n in range(40) if (times_s[-1] - times_s[0]) / (0.25 * 2**n) < PACES)
+        counted = sum(p * part_s for p in paces)
+        assert counted == pytest.approx(sum((t - times_s[0]) < len(paces) * part_s for t in times_s))
 
 
 def test_before_the_first_token_no_time_is_told_as_if_it_were_over() -> None:

@@ -72,9 +72,9 @@ class AnswerStream:
         """Its speed: the server's timings once it is complete, until then the rate at which tokens arrive."""
         meter = self.meter
         if self.timings is not None and meter.usage is not None:
-            return AnswerSpeed(meter.usage, self.timings, self._cache_miss)
+            return AnswerSpeed(meter.usage, self.timings, self._cache_miss, paces=meter.paces)
         usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
-        return AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
+        return AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed, paces=meter.paces)
 
     @property
     def text(self) -> str:

@@ -22,6 +22,11 @@ from localllm_tui.control.terminal import one_line
 _GAP = "  "
 
 
+# A pace has at most this many parts, and begins with parts of this length.
+PACES = 36
+_PACE_S = 0.25
+
+
 class AnswerMeter:
     """Counts one answer. While it streams a delta counts as a token; the server's usage replaces the count."""
 
@@ -31,6 +36,7 @@ class AnswerMeter:
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._deltas = 0
+        self._paces, self._pace_s = [0], _PACE_S  # deltas in each part of the time since the first
         self.prompt_tokens = 0
         self.left_out = 0  # messages that the server left out to make the conversation fit
         self.usage: AnswerUsage | None = None
@@ -40,6 +46,17 @@ class AnswerMeter:
         if self._first_s is None:
             self._first_s = self._last_s
         self._deltas += 1
+        while (part := int((self._last_s - self._first_s) / self._pace_s)) >= PACES:
+            pairs = [*self._paces, 0][: 2 * ((len(self._paces) + 1) // 2)]
+            self._paces = [sum(pairs[n : n + 2]) for n in range(0, len(pairs), 2)]
+            self._pace_s *= 2
+        self._paces += [0] * (part + 1 - len(self._paces))
+        self._paces[part] += 1
+
+    @property
+    def paces(self) -> tuple[float, ...]:
+        """Tokens per second as they arrived, in equal parts of the time since the first; the part that goes on is not told."""
+        return tuple(n / self._pace_s for n in self._paces[:-1])
 
     @property
     def tokens(self) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from localllm_tui.control.client import AnswerTimings, AnswerUsage
+from localllm_tui.control.formatting import bar
 from localllm_tui.control.terminal import printable
 
 
@@ -89,13 +89,15 @@ def _spread(said: Mapping[str, Any]) -> SpeedRange:
 class AnswerSpeed:
     """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as they arrive, None: measured).
 
-    `coming`: it is still streaming. For a stopped answer the server sends no timings."""
+    `coming`: it is still streaming. For a stopped answer the server sends no timings. `paces`: tokens per second as they
+    arrived, in equal parts of the answer's time."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
     cache_miss: str = ""
     live: float | None = None
     coming: bool = False
+    paces: tuple[float, ...] = ()
 
     @property
     def depth(self) -> float:
@@ -139,8 +141,18 @@ def bars(values: Sequence[float], cells: int) -> list[str]:
     return ["█" * max(1 if v > 0 else 0, round(cells * v / most)) if most > 0 else "" for v in values]
 
 
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], cells: int) -> str:
+    """The last `cells` of `values` as a row of columns: the greatest is full, and none is invisible."""
+    most = max(values, default=0.0)
+    if most <= 0:
+        return ""
+    return "".join(_LEVELS[min(7, max(0, round(8 * v / most) - 1))] for v in values[-cells:])
+
+
 PANEL_WIDTH = 38
-_PLOT_ROWS = 7
 _BAR = 12
 
 
@@ -148,13 +160,14 @@ def panel_lines(
     physics: ModelPhysics | None, speed: AnswerSpeed | None, width: int = PANEL_WIDTH, *, loading: str = ""
 ) -> list[str]:
     """The panel's lines; `loading`: how far the model is that will have figures."""
-    if physics is None and loading:
+    if loading:
         return textwrap.wrap(f"Still {printable(loading)}: what a token costs is known then.", width)
     if physics is None:
         return ["This server does not say what", "a token costs it."]
     shown = speed or AnswerSpeed()
-    text = [*_token(physics, shown), "", *_answer(physics, shown), "", *_time(shown), "", *_memory(physics)]
-    return [line[:width] for line in (*text, "", *roof(physics, shown, width))]
+    parts = (_answer, _bandwidth, _token, _prompt, _time, _memory)
+    blocks = [lines for lines in (part(physics, shown) for part in parts) if lines]
+    return [line[:width] for n, lines in enumerate(blocks) for line in (["", *lines] if n else lines)]
 
 
 def headline(physics: ModelPhysics, speed: AnswerSpeed) -> str:
@@ -172,107 +185,87 @@ def _of_bandwidth(achieved: float, physics: ModelPhysics) -> str:
     return f"{achieved:.{digits}f} of {physics.bandwidth_gbps:,.{digits}f}"
 
 
+def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+    as_it_came = "" if speed.live is None else ", as it arrives" if speed.coming else ", as it arrived"
+    rate, plan = speed.tok_s, physics.decode
+    came = sparkline(speed.paces, PANEL_WIDTH - 2)
+    now = f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s" if rate is not None else "  nothing measured yet"
+    return [
+        f"THIS ANSWER{as_it_came}",
+        *([f"  {came}"] if came else []),
+        now,
+        f"  planned  {plan.value:>8.1f}  ({plan.low:.0f} to {plan.high:.0f})",
+    ]
+
+
+def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+    """The roof of decoding, as one bar: what of the memory's bandwidth the answer used."""
+    achieved, roof = speed.achieved_gbps(physics), physics.bandwidth_gbps
+    limit = f"  at the roof {physics.limit_tok_s(speed.depth):>5.1f} tok/s, without drafts"
+    if achieved is None or roof <= 0:
+        return [f"BANDWIDTH {roof:,.0f} GB/s", limit]
+    # Drafts and caches may go beyond the roof.
+    drawn = bar(min(round(achieved * 1e3), round(roof * 1e3)), max(1, round(roof * 1e3)), PANEL_WIDTH - 2)
+    return [f"BANDWIDTH {_of_bandwidth(achieved, physics)} GB/s: {achieved / roof:.0%}", f"  {drawn}", limit]
+
+
 def _token(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     kv = physics.kv_bytes(speed.depth)
     rows = [("weights", float(physics.dense_bytes)), ("experts", float(physics.routed_bytes)), ("KV cache", kv)]
     rows = [(name, n) for name, n in rows if n or name == "KV cache"]
     drawn = bars([n for _, n in rows], _BAR)
-    total = gb(physics.token_bytes(speed.depth))
     return [
-        f"EACH TOKEN READS {total}",
-        *(f"  {name:<9}{gb(n):>9}  {bar}" for (name, n), bar in zip(rows, drawn, strict=True)),
+        f"EACH TOKEN READS {gb(physics.token_bytes(speed.depth))}",
+        *(f"  {name:<9}{gb(n):>9}  {cells}" for (name, n), cells in zip(rows, drawn, strict=True)),
         f"  {physics.quant} weights, {physics.kv_type} KV, {speed.depth:,.0f} deep",
     ]
 
 
-def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
-    achieved, rate = speed.achieved_gbps(physics), speed.tok_s
-    as_it_came = "" if speed.live is None else ", as it arrives" if speed.coming else ", as it arrived"
-    head = f"THIS ANSWER{as_it_came}"
-    if achieved is None or rate is None:
-        now = ["  nothing measured yet"]
-    else:
-        share = achieved / physics.bandwidth_gbps if physics.bandwidth_gbps else 0.0
-        now = [
-            f"  {_of_bandwidth(achieved, physics)} GB/s: {share:.0%} of what",
-            "  this memory can do",
-            f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s",
-        ]
-    plan = physics.decode
-    return [
-        head,
-        *now,
-        f"  planned  {plan.value:>8.1f}  ({plan.low:.0f} to {plan.high:.0f})",
-        f"  limit    {physics.limit_tok_s(speed.depth):>8.1f}  without drafting",
-    ]
-
-
-def _time(speed: AnswerSpeed) -> list[str]:
-    took, usage = speed.timings, speed.usage
-    if speed.live is not None and not speed.coming:
-        return ["TIME", "  not told of a stopped answer"]
-    if speed.coming or speed.live is not None or not usage.prompt:
-        return ["TIME", "  told once the answer is complete"]
-    rate = speed.prefill_tok_s
-    drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
+def _prompt(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+    """What of this turn's prompt the prefix cache had, and how the rest was read."""
+    took, usage, rate = speed.timings, speed.usage, speed.prefill_tok_s
+    if speed.live is not None or speed.coming or not usage.prompt:
+        return []
     rows = [
-        "TIME",
-        f"  queued   {took.queued_s:>7.2f} s  {drawn[0]}",
-        f"  prefill  {took.prefill_s:>7.2f} s  {drawn[1]}",
-        f"  decode   {took.decode_s:>7.2f} s  {drawn[2]}",
-        f"  prompt: {usage.cached:,} of {usage.prompt:,} from cache",
+        f"PROMPT {usage.cached:,} of {usage.prompt:,} from cache",
+        f"  {bar(usage.cached, usage.prompt, PANEL_WIDTH - 2)}",
     ]
     if rate is not None and took.prefilled > 1:
         rows.append(f"  the rest at {rate:,.0f} tok/s")
     if speed.cache_miss:
         said = printable(f"not more: {speed.cache_miss}")
         rows += textwrap.wrap(said, PANEL_WIDTH - 3, initial_indent="  ", subsequent_indent="    ")
+    return rows
+
+
+def _time(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+    took = speed.timings
+    if speed.live is not None and not speed.coming:
+        return ["TIME", "  not told of a stopped answer"]
+    if speed.coming or speed.live is not None or not speed.usage.prompt:
+        return ["TIME", "  told once the answer is complete"]
+    drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
+    rows = [
+        "TIME",
+        f"  queued   {took.queued_s:>7.2f} s  {drawn[0]}",
+        f"  prefill  {took.prefill_s:>7.2f} s  {drawn[1]}",
+        f"  decode   {took.decode_s:>7.2f} s  {drawn[2]}",
+    ]
     if took.drafted:
         rows.append(f"  drafts: {took.accepted:,} of {took.drafted:,} accepted")
     return rows
 
 
-def _memory(physics: ModelPhysics) -> list[str]:
+def _memory(physics: ModelPhysics, _: AnswerSpeed) -> list[str]:
     needs = physics.memory
     total, limit = float(needs.get("total_bytes") or 0), float(needs.get("limit_bytes") or 0)
     if not total:
         return []
-    rest = total - float(needs.get("weights_bytes") or 0) - float(needs.get("kv_bytes") or 0)
+    weights, kv = float(needs.get("weights_bytes") or 0), float(needs.get("kv_bytes") or 0)
+    drawn = [f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}"] if limit else []
     return [
         f"MEMORY {gb(total)}" + (f" of {gb(limit)}" if limit else ""),
-        f"  weights {gb(float(needs.get('weights_bytes') or 0))}, KV {gb(float(needs.get('kv_bytes') or 0))}",
-        f"  buffers and state {gb(rest)}",
+        *drawn,
+        f"  weights {gb(weights)}, KV {gb(kv)}",
+        f"  buffers and state {gb(total - weights - kv)}",
     ]
-
-
-def roof(physics: ModelPhysics, speed: AnswerSpeed, width: int = PANEL_WIDTH) -> list[str]:
-    """The roofline, log-log: GFLOP/s over FLOPs per byte, with decode (d) and prefill (p) where they ran, or are planned
-    where nothing was measured (in brackets in the legend)."""
-    decode, prefill = speed.tok_s or physics.decode.value, speed.prefill_tok_s or physics.prefill.value
-    per_byte = physics.flops_per_token / max(1.0, physics.token_bytes(speed.depth))
-    points = [
-        ("d", per_byte, decode * physics.flops_per_token / 1e9),
-        ("p", per_byte * max(1, physics.n_batch), prefill * physics.flops_per_token / 1e9),
-    ]
-    if physics.bandwidth_gbps <= 0 or physics.tflops <= 0 or min(y for _, _, y in points) <= 0:
-        return []
-    columns = width - 2
-    xs, peak = [x for _, x, _ in points], physics.tflops * 1e3
-    x0, x1 = math.log10(min(xs) / 3), math.log10(max(*xs, peak / physics.bandwidth_gbps) * 3)
-    ys = [y for _, _, y in points]
-    y0, y1 = math.log10(min(*ys, physics.bandwidth_gbps * 10**x0) / 1.5), math.log10(max(peak, *ys) * 1.2)
-    grid = [[" "] * columns for _ in range(_PLOT_ROWS)]
-
-    def put(x: float, y: float, mark: str) -> None:
-        column = round((x - x0) / (x1 - x0) * (columns - 1))
-        row = round((y1 - y) / (y1 - y0) * (_PLOT_ROWS - 1))
-        if 0 <= column < columns and 0 <= row < _PLOT_ROWS:
-            grid[row][column] = mark
-
-    for i in range(columns):
-        x = x0 + (x1 - x0) * i / (columns - 1)
-        put(x, math.log10(min(physics.bandwidth_gbps * 10**x, peak)), "·")
-    for mark, x, y in points:
-        put(math.log10(x), math.log10(y), mark)
-    measured = "decode (d), prefill (p)" if speed.tok_s else "planned decode (d), prefill (p)"
-    return [f"ROOF  {measured}", *("  " + "".join(row).rstrip() for row in grid), "  FLOPs per byte →"]

@@ -22,7 +22,7 @@ from localllm_tui.control.keys import APPROVAL, GLASS, HELP, KeyContext, hints
 from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, panel_lines
 from localllm_tui.control.terminal import printable
 from localllm_tui.screens.chat_view import ChatViewScreen
-from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
+from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel, glass_text
 from localllm_tui.widgets.line_filters import title as frame_title
 
 
@@ -136,7 +136,8 @@ class GlassScreen(ModalScreen[None]):
 
     def _draw(self) -> None:
         physics, speed, loading = self._read()
-        self.query_one(Static).update("\n".join(panel_lines(physics, speed, loading=loading)))
+        lines = panel_lines(physics, speed, loading=loading)
+        self.query_one(Static).update(glass_text(lines))
 
 
 class ToolApproval(ModalScreen[bool]):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from textual.content import Content
 from textual.widgets import Static
 
 from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, panel_lines
 
 # Narrower, the panel would leave the conversation less than 60 columns.
 LEAST_COLUMNS = 100
+
+
+def glass_text(lines: list[str]) -> Content:
+    """The panel's lines: its heads bold, its bars in the theme's accent."""
+    text = Content("\n".join(lines)).highlight_regex(r"(?m)^[A-Z]{4,}[A-Z ]*", style="bold")
+    return text.highlight_regex("[▁-▏]+", style="$accent-text")
 
 
 class GlassPanel(Static):
@@ -49,4 +56,5 @@ class GlassPanel(Static):
 
     def _draw(self) -> None:
         if self.wanted:
-            self.update("\n".join(panel_lines(self.physics, self.speed, loading=self.loading_words)))
+            lines = panel_lines(self.physics, self.speed, loading=self.loading_words)
+            self.update(glass_text(lines))
