@@ -14,8 +14,9 @@ from engine.test_interrupts import an_interrupted_step_changes_nothing
 from localllm.library import starter
 from localllm_backends.contract import Backend, Chunk, LoadSpec, OutOfMemoryError, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
-from localllm_backends.llamacpp import devices, native
+from localllm_backends.llamacpp import devices, kv_probe, native
 from localllm_backends.llamacpp.native import log
+from localllm_backends.llamacpp.weights import load_model
 from models import tiny_gguf
 from models.dequantised import write_dequantised
 
@@ -192,3 +193,15 @@ def test_the_memory_asked_is_the_devices_own() -> None:
     assert native.has_gpu()
     for device in devices.accelerators():
         assert 0 < device.free_bytes <= device.total_bytes
+
+
+def test_a_kv_type_is_tried_at_depth_too(smollm2: Path) -> None:
+    spec = LoadSpec(str(smollm2), n_ctx=2048, kv_type_k="q8_0", kv_type_v="q8_0")
+    weights, _ = load_model(smollm2, spec, None)
+    try:
+        timing = kv_probe.measure_pair(weights, spec, ("q8_0", "q8_0"))
+    finally:
+        native.start_native().llama_model_free(weights)
+    # 72 to 128 where reading 128 tokens takes this device more than half a second.
+    assert timing.depth >= 72
+    assert 0.2 < timing.wanted_s / timing.f16_s < 5

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from localllm_backends.contract import Backend, BackendFailure, Chunk, KvType, LoadSpec
 from localllm_backends.llamacpp import backend_type, kv_probe
+from localllm_backends.llamacpp.devices import Accelerator
 from localllm_backends.llamacpp.kv_probe import NOTE_KEY, Pair, Timing, candidates, settle
 from support.plan_probe import ProbeSettings, plan
 
@@ -111,8 +112,13 @@ def test_without_flash_attention_v_stays_f16_and_the_load_says_so(few_layers: Pa
     backend.close()
 
 
-def test_a_real_probe_times_both_types(few_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cards", [0, 1])
+def test_a_real_probe_times_both_types_and_deeper_beside_a_card(
+    few_layers: Path, monkeypatch: pytest.MonkeyPatch, cards: int
+) -> None:
     monkeypatch.undo()
+    there = [Accelerator(0, "a card", 1 << 30, 1 << 30)] * cards
+    monkeypatch.setattr(kv_probe, "accelerators", lambda _: there)
     timings = []
 
     def measure(model: object, spec: LoadSpec, pair: Pair) -> Timing:
@@ -124,6 +130,8 @@ def test_a_real_probe_times_both_types(few_layers: Path, monkeypatch: pytest.Mon
     assert len(timings) == 1
     assert timings[0].wanted_s > 0
     assert timings[0].f16_s > 0
+    # Near the start: a prompt of 64 tokens and 8 to 64 decoded ones. A card is asked at half of the context, if it is quick.
+    assert timings[0].depth <= (CONTEXT // 2 if cards else 128)
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------
@@ -178,6 +186,28 @@ def test_a_slow_type_is_kept_where_f16_does_not_fit(monkeypatch: pytest.MonkeyPa
     pair, note = decide(monkeypatch, asked("q8_0", "q8_0"), slow, room=False)
     assert pair == ("q8_0", "q8_0")
     assert "does not fit" in note
+
+
+def test_a_cost_at_depth_is_carried_on_to_what_people_fill() -> None:
+    """An RTX 3080's 8B: at 128 and at 4,096 tokens the types differ by noise's size, at 52k q8_0 has 0.6 of f16's speed."""
+    near, deep = Timing(0.0120, 0.0120, 128), Timing(0.0132, 0.0124, 4096)
+    assert not near.slow
+    assert not deep.slow
+    assert deep.carried_on(near, 52_000).slow
+    assert not deep.carried_on(near, 8192).slow
+
+
+def test_a_type_that_is_quicker_at_depth_stays_quicker() -> None:
+    near, deep = Timing(0.0120, 0.0120, 128), Timing(0.0121, 0.0124, 4096)
+    there = deep.carried_on(near, 65_536)
+    assert there.wanted_s < there.f16_s
+    assert there.depth == 65_536
+
+
+def test_the_note_names_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_probe, "room_for_f16", lambda *_: True)
+    _, note = settle(None, asked("q8_0", "q8_0"), lambda *_: Timing(0.025, 0.015, 52_000))
+    assert "with 52,000 tokens of context it decodes at 40 tok/s here, f16 at 67" in note
 
 
 def test_one_slow_measurement_is_noise() -> None:

@@ -3,6 +3,9 @@
 A quantised cache should cost no speed; where it does, its kernel is missing on this device (CUDA builds without all
 flash-attention pairs, heads that are no multiple of a block) and attention fell to a slow path. Then a type that is
 served at full speed is better, and the load says so in `ModelInfo.metadata["localllm.kv_fallback"]`.
+
+Near the start a slow path of attention hides behind the weights (an RTX 3080 with q8_0: as f16 there, 0.6 of its speed at
+52k). So on an accelerator both types are timed at two depths, and what a token costs is carried on to half of the context.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from localllm_backends.contract import BackendFailure, KvType, LoadSpec
@@ -26,6 +30,13 @@ _VERDICTS = 3
 _PROMPT_TOKENS = 64
 _DECODE_TOKENS = 64
 _ROUND_TOKENS = 8
+# The second depth: what the slower type reads in this time, and never more than a quarter of the context, so that both
+# caches of the probe fit where the served one will.
+_PREFILL_S = 0.5
+_DEEP_TOKENS = 4096
+_PREFILL_BATCH = 512
+# Costs are carried on to at most so many times the depth that was reached: the noise of two depths grows with it.
+_LEVER = 16
 # A model of 2 tok/s is not decoded for a minute: as many rounds as fit in this, and at least one of each.
 _BUDGET_S = 1.0
 _PLAIN: tuple[KvType, ...] = ("f16", "bf16", "f32")
@@ -37,16 +48,27 @@ Pair = tuple[KvType, KvType]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of the fastest decoded token with a wanted pair of KV types and with f16, taken in turns. The fastest,
-    because other processes only ever add time: on a busy machine medians of equal types differed tenfold."""
+    """Seconds of the fastest decoded token with a wanted pair of KV types and with f16, taken in turns, and the tokens of
+    context they hold for. The fastest, because other processes only ever add time: on a busy machine medians of equal
+    types differed tenfold."""
 
     wanted_s: float
     f16_s: float
+    depth: int = 0
 
     @property
     def slow(self) -> bool:
         """True when the wanted pair is slower than noise explains."""
         return self.wanted_s > SLOWER_RATIO * self.f16_s
+
+    def carried_on(self, near: Timing, depth: int) -> Timing:
+        """What a token costs at `depth`, by the line through `near` and this: attention reads every token of context."""
+        further = (depth - self.depth) / (self.depth - near.depth)
+        return Timing(
+            self.wanted_s + further * max(0.0, self.wanted_s - near.wanted_s),
+            self.f16_s + further * max(0.0, self.f16_s - near.f16_s),
+            depth,
+        )
 
 
 Measure = Callable[[Any, LoadSpec, Pair], Timing]
@@ -79,8 +101,8 @@ def settle(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
         if not timing.slow:
             return _chosen(spec, wanted, pair, why)
         why = why or (
-            f"it decodes at {1 / timing.wanted_s:.0f} tok/s here, f16 at {1 / timing.f16_s:.0f}: "
-            "this device has no fast kernel for it"
+            f"with {timing.depth:,} tokens of context it decodes at {1 / timing.wanted_s:.0f} tok/s here, "
+            f"f16 at {1 / timing.f16_s:.0f}: this device has no fast kernel for it"
         )
     if not room_for_f16(model, spec):
         return spec, f"KV type {_name(wanted)} is slow here ({why}), and is kept: an f16 cache does not fit in memory"
@@ -109,36 +131,54 @@ def _name(pair: Pair) -> str:
 
 
 def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
-    """Decode alternately on two small contexts over the same weights; raises what making the wanted one raises."""
-    wanted = _Small(model, spec, pair)
+    """Decode alternately on two small contexts over the same weights, near the start and then, on an accelerator, deeper;
+    raises what making the wanted one raises. (The processor has all kernels, and other work on it is louder than depth.)"""
+    served = served_context(model, spec)
+    offloaded = spec.n_gpu_layers != 0 and bool(accelerators(spec.placement.cards))
+    most = max(_PROMPT_TOKENS, min(_DEEP_TOKENS, served // 4)) if offloaded else _PROMPT_TOKENS
+    wanted = _Small(model, spec, pair, most)
     try:
-        plain = _Small(model, spec, ("f16", "f16"))
+        plain = _Small(model, spec, ("f16", "f16"), most)
         try:
-            wanted.prefill()
-            plain.prefill()
-            times: tuple[list[float], list[float]] = ([], [])
-            started = time.perf_counter()
-            for _ in range(_DECODE_TOKENS // _ROUND_TOKENS):
-                times[0].extend(wanted.decode(_ROUND_TOKENS))
-                times[1].extend(plain.decode(_ROUND_TOKENS))
-                if time.perf_counter() - started > _BUDGET_S:
-                    break
-            return Timing(min(times[0]), min(times[1]))
+            slowest_s = max(wanted.read(_PROMPT_TOKENS), plain.read(_PROMPT_TOKENS))
+            near, _ = _in_turns(wanted, plain)
+            more = min(most, int(_PROMPT_TOKENS * _PREFILL_S / slowest_s)) - wanted.depth
+            if near.slow or more < _PROMPT_TOKENS:
+                return near
+            wanted.read(more)
+            plain.read(more)
+            deep, usual_f16_s = _in_turns(wanted, plain)
+            # Within what f16 itself takes from token to token there is no difference to carry on.
+            if deep.wanted_s <= usual_f16_s:
+                return deep
+            return deep.carried_on(near, max(deep.depth, min(served // 2, _LEVER * deep.depth)))
         finally:
             plain.close()
     finally:
         wanted.close()
 
 
-class _Small:
-    """A context just large enough for the probe."""
+def _in_turns(wanted: _Small, plain: _Small) -> tuple[Timing, float]:
+    """The fastest token of each, and the median one of f16, in seconds."""
+    times: tuple[list[float], list[float]] = ([], [])
+    started = time.perf_counter()
+    for _ in range(_DECODE_TOKENS // _ROUND_TOKENS):
+        times[0].extend(wanted.decode(_ROUND_TOKENS))
+        times[1].extend(plain.decode(_ROUND_TOKENS))
+        if time.perf_counter() - started > _BUDGET_S:
+            break
+    return Timing(min(times[0]), min(times[1]), wanted.depth), median(times[1])
 
-    def __init__(self, model: Any, spec: LoadSpec, pair: Pair) -> None:
+
+class _Small:
+    """A context just large enough for the probe: a prompt of `most` tokens, and what is decoded at two depths."""
+
+    def __init__(self, model: Any, spec: LoadSpec, pair: Pair, most: int = _PROMPT_TOKENS) -> None:
         self._llama = start_native()
         small = replace(
             spec,
-            n_ctx=_PROMPT_TOKENS + _DECODE_TOKENS + _ROUND_TOKENS,
-            n_batch=_PROMPT_TOKENS,
+            n_ctx=most + 2 * _DECODE_TOKENS,
+            n_batch=min(most, _PREFILL_BATCH),
             n_outputs=1,
             n_rewind=0,
             kv_type_k=pair[0],
@@ -147,18 +187,20 @@ class _Small:
         self._context = new_context(model, small, n_seq_max=1)
         vocab = self._llama.llama_model_get_vocab(model)
         self._n_vocab = int(self._llama.llama_vocab_n_tokens(vocab))
-        self._next = 0
+        self._n_batch = small.n_batch
+        self.depth = 0
 
-    def prefill(self) -> None:
-        self._run(_PROMPT_TOKENS)
+    def read(self, n: int) -> float:
+        """Seconds of a prompt's next `n` tokens."""
+        return sum(self._run(min(self._n_batch, n - at)) for at in range(0, n, self._n_batch))
 
     def decode(self, n: int) -> list[float]:
         """Seconds of each of `n` single-token steps."""
         return [self._run(1) for _ in range(n)]
 
     def _run(self, n: int) -> float:
-        tokens = (self._llama.llama_token * n)(*((7 * (self._next + i)) % self._n_vocab for i in range(n)))
-        self._next += n
+        tokens = (self._llama.llama_token * n)(*((7 * (self.depth + i)) % self._n_vocab for i in range(n)))
+        self.depth += n
         started = time.perf_counter()
         code = self._llama.llama_decode(self._context, self._llama.llama_batch_get_one(tokens, n))
         self._llama.llama_synchronize(self._context)
@@ -178,7 +220,7 @@ def room_for_f16(model: Any, spec: LoadSpec) -> bool:
 
     log.mark()
     small = _Small(model, spec, ("f16", "f16"))
-    cells = _PROMPT_TOKENS + _DECODE_TOKENS + _ROUND_TOKENS
+    cells = _PROMPT_TOKENS + 2 * _DECODE_TOKENS
     kv_bytes = log.buffer_sizes().kv_bytes
     small.close()
     need_bytes = kv_bytes / max(cells, 1) * served_context(model, spec)
