@@ -96,6 +96,12 @@ TABLE: tuple[Setting, ...] = (
         "machines that share the model: host:port of `localllm worker`; for MLX SSH destinations, or a hostfile of MLX",
         many=True,
     ),
+    Setting(
+        "gap_ms",
+        float,
+        20.0,
+        "ms between two tokens that a prompt read beside may cause on a GPU, or two steps if that is longer",
+    ),
     Setting("parallel", int, 8, "requests served at the same time; more wait in the queue"),
     Setting(
         "threads",

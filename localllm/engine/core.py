@@ -53,7 +53,8 @@ class EngineSettings:
     of it are what loading takes (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more
     than that to read are read in slices while others decode, where the backend can (0: never). `kv_evidence_dir`: where
     what KV types cost in precision is kept once it is measured, and how drafters fared (None: it isn't).
-    `gives_way`: decode takes fewer threads while other programs want the processors."""
+    `gives_way`: decode takes fewer threads while other programs want the processors. `gap_s`: how long streams on
+    a device may wait for their next token while a prompt is read beside them, or two of their steps if that is longer."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30
@@ -69,6 +70,7 @@ class EngineSettings:
     make_constraint: MakeConstraint | None = None
     kv_evidence_dir: str | None = None
     gives_way: bool = False
+    gap_s: float = 0.02
 
 
 @dataclass
@@ -96,7 +98,8 @@ class Engine:
         drafting = DraftContext(self.backend, self.draft_backend, self.settings.draft, self.clock, folder)
         others = of_this_process()
         self.speculator = Speculator(drafting, others)
-        self._sizer = ChunkSizer(self.backend.info.n_batch, on_device=self.backend.capabilities.kv_on_device)
+        on_device = self.backend.capabilities.kv_on_device
+        self._sizer = ChunkSizer(self.backend.info.n_batch, on_device=on_device, gap_s=wanted.gap_s)
         kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self.clock()

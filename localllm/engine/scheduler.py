@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 STALL_RATIO = 7.0
-# On a device a step is short and a prompt's token cheap: no gap is longer than two steps, or than nobody sees (seconds).
-_DEVICE_RATIO, _DEVICE_GAP_S = 2.0, 0.03
+# On a device a step is short and a prompt's token cheap: no gap is longer than two steps, or than `_GAP_S`, which nobody sees.
+_DEVICE_RATIO, _GAP_S = 2.0, 0.02
 # A slice of time ends where it should, a chunk where it was guessed to: with the step behind it it may take longer than
 # a step with a chunk. Where the steps themselves are slow it is still worth its while.
 _SLICE_RATIO = 8.0
@@ -151,24 +151,28 @@ def _rank(work: int, waited_s: float, had: int | None) -> tuple[bool, int, float
 
 
 class ChunkSizer:
-    """Learns what a decode step and a prefill token cost here, and says how large a chunk beside decoding may be."""
+    """Learns what a decode step and a prefill token cost here, beside decoding and alone, and says how large a chunk may be. `gap_s`:
+    on a device, how long a step with a chunk may take, or two plain steps if that is longer."""
 
-    def __init__(self, n_batch: int, *, on_device: bool = False) -> None:
-        self._n_batch, self._on_device = n_batch, on_device
+    def __init__(self, n_batch: int, *, on_device: bool = False, gap_s: float = _GAP_S) -> None:
+        self._n_batch, self._on_device, self._gap_s = n_batch, on_device, gap_s
         # (sequences, seconds) of the last plain decode steps
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
         self._decode_s: float | None = None
-        self._token_s: float | None = None
+        # Of a step that decodes too, and of one that doesn't: a device has much to spare in the former.
+        self._mixed_s: float | None = None
+        self._lone_s: float | None = None
 
     @property
     def chunk(self) -> int:
         """Prefill tokens allowed in a step that also decodes."""
-        if self._decode_s is None or self._token_s is None:
+        token_s = self._lone_s if self._mixed_s is None else self._mixed_s
+        if self._decode_s is None or token_s is None:
             return min(self._n_batch, 2 * _MIN_CHUNK)
         others_s = (STALL_RATIO - 1.0) * self._decode_s
         if self._on_device:
-            others_s = max((_DEVICE_RATIO - 1.0) * self._decode_s, _DEVICE_GAP_S - self._decode_s)
-        tokens = int(others_s / max(self._token_s, 1e-9))
+            others_s = max((_DEVICE_RATIO - 1.0) * self._decode_s, self._gap_s - self._decode_s)
+        tokens = int(others_s / max(token_s, 1e-9))
         # What begins a tile pays for the whole of it, on a device at least.
         tokens = tokens // _TILE * _TILE if self._on_device and tokens >= _TILE else tokens
         return max(_MIN_CHUNK, min(self._n_batch, tokens))
@@ -182,7 +186,8 @@ class ChunkSizer:
     def lone(self, step_s: float) -> int:
         """Prefill tokens allowed in a step that decodes nothing and may take `step_s`; on a device, which gains by large ones, longer."""
         least, step_s = (_DEVICE_CHUNK, max(step_s, ALONE_STEP_S)) if self._on_device else (_LONE_CHUNK, step_s)
-        tokens = 0 if self._token_s is None else int(step_s / max(self._token_s, 1e-9)) // _TILE * _TILE
+        token_s = self._mixed_s if self._lone_s is None else self._lone_s
+        tokens = 0 if token_s is None else int(step_s / max(token_s, 1e-9)) // _TILE * _TILE
         return min(self._n_batch, max(least, tokens))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float) -> None:
@@ -194,17 +199,20 @@ class ChunkSizer:
         elif prefilled >= _MIN_CHUNK:
             base = self._decode_s if decoded and self._decode_s else 0.0
             cost_s = max(seconds - base, 0.0) / prefilled
-            dearer = self._token_s is not None and cost_s > self._token_s
-            self._token_s = _blend(self._token_s, cost_s, _CAUTIOUS_SMOOTHING if dearer else _SMOOTHING)
+            if decoded:
+                self._mixed_s = _learnt(self._mixed_s, cost_s)
+            else:
+                self._lone_s = _learnt(self._lone_s, cost_s)
 
     @property
     def prefill_tok_s(self) -> float | None:
         """Measured prefill speed in tokens/s, once known."""
-        return 1.0 / self._token_s if self._token_s else None
+        token_s = self._lone_s or self._mixed_s
+        return 1.0 / token_s if token_s else None
 
 
-def _blend(old: float | None, new: float, share: float) -> float:
-    return new if old is None else old + share * (new - old)
+def _learnt(old: float | None, new: float) -> float:
+    return new if old is None else old + (_CAUTIOUS_SMOOTHING if new > old else _SMOOTHING) * (new - old)
 
 
 # How far below the others a newcomer begins, in tokens: a chat's prompt and its answer.

@@ -208,3 +208,17 @@ def test_a_device_reads_prompts_in_steps_as_large_as_it_is_fast_when_nobody_deco
         assert sizer.lone(LONE_STEP_S) == most
         assert sizer.lone(LONE_STEP_S) % 64 == 0
     assert ChunkSizer(2048).lone(LONE_STEP_S) == 128, "a processor's"
+
+
+def test_what_a_prompt_costs_beside_streams_and_alone_is_learnt_apart() -> None:
+    """A device that reads weights anyway has room for some tokens: a prompt alone pays for its own sweep."""
+    sizer = ChunkSizer(2048, on_device=True, gap_s=0.02)
+    for _ in range(20):
+        sizer.observe(decoded=4, prefilled=0, seconds=0.008)
+        sizer.observe(decoded=0, prefilled=512, seconds=0.256)
+    assert sizer.chunk == 24, "nothing else is known"
+    for _ in range(20):
+        sizer.observe(decoded=4, prefilled=128, seconds=0.008 + 128 * 2e-5)
+    assert sizer.chunk == 576, "0.012 s at 20 microseconds a token, in whole tiles"
+    assert sizer.prefill_tok_s == pytest.approx(2000)
+    assert sizer.lone(LONE_STEP_S) == 2048

@@ -272,6 +272,7 @@ def _engine_settings(
         "planned_bytes": planned_bytes,
         "headroom_bytes": _headroom_bytes(settings),
         "gives_way": not settings.value("threads"),
+        "gap_s": settings.value("gap_ms") / 1e3,
     }
 
 
