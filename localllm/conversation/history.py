@@ -242,6 +242,11 @@ class History:
         with self._read() as db:
             return history_search.turns(db, query, limit)
 
+    def asked(self, query: str = "", limit: int = 200) -> Sequence[str]:
+        """What was typed as questions and contains all words of `query`, whatever the case: the newest first, each once."""
+        with self._read() as db:
+            return history_search.asked(db, query, limit)
+
     def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
         """Change the title, made by a model (1) or a person (2); the order of the list does not change."""
         with self.transaction() as db:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
+from itertools import islice
 
 # The index knows nothing shorter.
 _INDEXED_CHARS = 3
@@ -39,6 +40,19 @@ def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
     ).fetchall()
     word = query.split()[0]
     return [Hit(conv, n, role, created_s, *_around(text, word)) for conv, n, role, created_s, text in rows]
+
+
+def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
+    """The questions as they were typed, without the files that went along; newest first, each once. Raises sqlite3.Error."""
+    where, args = _containing(query) if query.split() else ("1", [])
+    rows = db.execute(
+        "SELECT COALESCE(json_extract(m.meta, '$.typed'), m.content) AS typed FROM messages m"
+        f" WHERE m.role = 'user' AND {where} GROUP BY typed ORDER BY MAX(m.id) DESC",
+        args,
+    )
+    words = query.casefold().split()
+    found = (typed for (typed,) in rows if typed.strip() and all(word in typed.casefold() for word in words))
+    return list(islice(found, limit))
 
 
 def conversations(db: sqlite3.Connection, query: str) -> list[str]:

@@ -92,6 +92,14 @@ COMMANDS = (
     Command("import", actions.import_from, "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
     Command("attach", actions.attach, "send a file along with the next question (- takes back)", "FILE"),
     Command(
+        "asked", None, "search what was asked before, in any conversation, and ask it again", "[WORDS]", "Earlier questions",
+        screen="asked:open_asked", keys="ctrl+r", label="Ctrl+R",
+    ),
+    Command(
+        "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor", screen="editing:open_editor",
+        keys="ctrl+g", label="Ctrl+G",
+    ),
+    Command(
         "system", actions.system, "show or set the system prompt (/system - removes it)", "[TEXT]", "Show the system prompt"
     ),
     Command("model", actions.model, "show the models on this server, or use another", "[NAME]", "Show the models"),

@@ -22,6 +22,7 @@ class KeyContext(Enum):
     SELECTING = "selecting"
     HELP = "help"
     FILING = "filing"
+    ASKED = "asked"
     MODELS = "models"
     ON_DISK = "on disk"
     APPROVING = "approving"
@@ -211,8 +212,9 @@ KEYS = (
     Key(SLIDER, "end", "End", "last"),
     Key(GLASS, "escape,q,f3,enter", "Esc", "close"),
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={KeyContext.HELP: "closes"}),
-    Key(FILES, "enter", "Enter", hints={KeyContext.FILING: "sends it along"}),
-    Key(FILES, "escape", "Esc", "close", hints={KeyContext.FILING: "closes"}),
+    Key(FILES, "enter", "Enter", hints={KeyContext.FILING: "sends it along", KeyContext.ASKED: "brings it back"}),
+    Key(FILES, "up", "Up, Down", hints={KeyContext.ASKED: "newer, older"}),
+    Key(FILES, "escape", "Esc", "close", hints={KeyContext.FILING: "closes", KeyContext.ASKED: "closes"}),
     Key(PICKER, "enter", "Enter", hints={KeyContext.CHOOSING: "opens", KeyContext.FINDING: "goes there"}),
     Key(PICKER, "up", "Up, Down", hints={KeyContext.FINDING: "the one before, after"}),
     Key(PICKER, "right", "Right, Left", hints={KeyContext.CHOOSING: "unfolds"}),

@@ -188,6 +188,7 @@ class ChatScreen(ChatCatalogScreen):
 
     async def interrupted(self) -> bool:
         """Take Ctrl+C: copy what is selected, else clear the input, else stop the answer. False where there was none."""
+        await self.composer.caught_up()
         selected = self.get_selected_text() or self.composer.selected_text
         if selected:
             self.to_clipboard(selected, "the selection")
@@ -209,6 +210,7 @@ class ChatScreen(ChatCatalogScreen):
                 return
 
     async def action_command(self, name: str) -> None:
+        await self.composer.caught_up()
         await self.run_command(name, "")
 
     # -- files ---------------------------------------------------------------------------------------------------

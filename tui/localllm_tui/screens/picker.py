@@ -26,6 +26,7 @@ from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.keys import PICKER, KeyContext, hints
 from localllm_tui.control.terminal import printable
+from localllm_tui.widgets.graphemes import WholeInput
 
 LISTED = 200
 # Of one conversation; all of them where only one is looked at.
@@ -65,7 +66,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
             box.border_title = "conversations" if self.within is None else "find in this conversation"
             box.border_subtitle = hints(KeyContext.CHOOSING if self.within is None else KeyContext.FINDING)
             looks_in = "titles and texts" if self.within is None else "all that was said here, on every branch"
-            yield Input(self.query_text, placeholder=f"search {looks_in}")
+            yield WholeInput(self.query_text, placeholder=f"search {looks_in}")
             tree: Tree[TurnPlace] = Tree("")
             tree.show_root = False
             tree.guide_depth = 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import ClassVar
 
 from textual import events
 from textual.binding import BindingType
+from textual.document._document import Location
 from textual.geometry import Offset
 from textual.widgets import TextArea
 
@@ -15,6 +17,7 @@ from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.commands import matching, parse
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
+from localllm_tui.widgets.graphemes import after, before
 from localllm_tui.widgets.slash_menu import SlashMenu
 
 # A longer paste would make each key slow: it is attached as a file.
@@ -79,6 +82,12 @@ class Composer(TextArea):
         }
         return acts[action]()
 
+    async def caught_up(self) -> None:
+        """Wait until what was typed before is in the text: a key that the screen takes overtakes those on their way here."""
+        done = asyncio.Event()
+        if self.is_running and self.call_later(done.set):
+            await done.wait()
+
     def replace_text(self, text: str) -> None:
         self.text = text
         self.move_cursor(self.document.end)
@@ -88,6 +97,17 @@ class Composer(TextArea):
         if self.cursor_location > self.document.end:
             self.move_cursor(self.document.end)
         return super().scroll_cursor_visible(center, animate)
+
+    def get_cursor_left_location(self) -> Location:
+        """A whole character to the left, as people see them: Backspace and the arrows ask here."""
+        row, column = self.cursor_location
+        line = self.document.get_line(row)
+        return (row, before(line, column)) if column else super().get_cursor_left_location()
+
+    def get_cursor_right_location(self) -> Location:
+        row, column = self.cursor_location
+        line = self.document.get_line(row)
+        return (row, after(line, column)) if column < len(line) else super().get_cursor_right_location()
 
     def action_newline(self) -> None:
         self.insert("\n")

@@ -1,0 +1,168 @@
+"""The input's keys beyond typing: whole characters, earlier questions, an editor, and a sleep of the whole process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import Input, OptionList
+
+from localllm.conversation.history import History
+from localllm_tui.control.session import Session
+from localllm_tui.screens.asked import AskedPicker
+from tui.conftest import Driver
+from tui.scripted_sse import ScriptedServer
+from tui.test_chat_command import Terminal, pty, terminal
+
+__all__ = ["terminal"]
+
+CHARACTERS = [
+    "a", "é", "e\u0301", "o\u0302\u0323", "👩‍👩‍👧‍👦", "👍🏽", "🇩🇪", "1️⃣", "❤️", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "각", "각", "नि", "กำ", "日", "🏳️‍🌈",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("alone", CHARACTERS, ids=lambda c: "-".join(f"{ord(x):x}" for x in c))
+def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(drive: Any, alone: str) -> None:
+    async def play(d: Driver) -> None:
+        box = d.app.chat.composer
+        await d.type(f"x{alone}y\nz{alone}")
+        await d.press("backspace")
+        assert box.text == f"x{alone}y\nz"
+        await d.press("backspace", "backspace", "backspace", "backspace")
+        assert box.text == "x"
+        await d.type(f"{alone}y")
+        await d.press("left", "left")
+        assert box.cursor_location == (0, 1)
+        await d.press("delete")
+        assert box.text == "xy"
+        await d.press("ctrl+r")
+        field = d.app.screen.query_one(Input)
+        field.value = f"{alone}{alone}"
+        await d.press("end", "left", "backspace")
+        assert field.value == alone
+        await d.press("delete")
+        assert field.value == ""
+
+    drive(play)
+
+
+def test_many_flags_are_taken_one_by_one(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.type("🇩🇪🇫🇷🇯🇵")
+        for left in ("🇩🇪🇫🇷", "🇩🇪", ""):
+            await d.press("backspace")
+            assert d.app.chat.composer.text == left
+
+    drive(play)
+
+
+def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(drive: Any, history: History) -> None:
+    for title, asked in (("one", ["what is a lighthouse?", "and a buoy?"]), ("two", ["why is the sky blue?"])):
+        session = Session(history, "scripted")
+        for question in asked:
+            session.ask(
+                question, [(f"{title}.txt", "lighthouse words in a file")] if question.startswith("why") else ()
+            )
+    assert [*history.asked()] == ["why is the sky blue?", "and a buoy?", "what is a lighthouse?"]
+    assert [*history.asked("LIGHTHOUSE")] == ["what is a lighthouse?"]  # what was typed, not what went along
+    assert [*history.asked(limit=1)] == ["why is the sky blue?"]
+
+    async def play(d: Driver) -> None:
+        await d.press("ctrl+r")
+        await d.until(lambda: "3 questions" in d.screen())
+        await d.press("ctrl+r", "down", "up", "enter")
+        await d.until(lambda: d.app.chat.composer.text == "and a buoy?")
+        await d.press("ctrl+c", *"ligh", "ctrl+r")
+        await d.until(
+            lambda: isinstance(d.app.screen, AskedPicker) and d.app.screen.query_one(OptionList).option_count == 1
+        )
+        await d.press("enter")
+        await d.until(lambda: d.app.chat.composer.text == "what is a lighthouse?")
+        await d.press("ctrl+r", "escape")
+        assert d.app.chat.composer.text == "what is a lighthouse?"
+
+    drive(play)
+
+
+def editor(folder: Path, does: str) -> str:
+    """A program that is an editor."""
+    file = folder / "an editor.sh"
+    file.write_text(f"#!/bin/sh\n{does}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+@pty
+def test_ctrl_g_writes_the_message_in_an_editor(
+    server: ScriptedServer, terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    server.answer("Bonjour")
+    chat = terminal(
+        EDITOR=editor(tmp_path, 'echo "the editor has it: $(cat "$1")"; printf "second\\nthird\\n" >> "$1"'), VISUAL=""
+    )
+    chat.until("Enter sends")
+    chat.type("first \x07")
+    chat.until("the editor has it: first ")
+    chat.until("third")
+    chat.type("\r")
+    chat.until("Bonjour")
+    chat.type("\x11")
+    assert chat.rest() == 0
+    assert server.requests[0]["messages"][-1]["content"] == "first second\nthird"
+
+
+@pty
+@pytest.mark.parametrize("does", ["exit 3", 'printf "\\377" > "$1"'])
+def test_an_editor_that_fails_leaves_the_message_as_it_was(
+    terminal: Callable[..., Terminal], tmp_path: Path, does: str
+) -> None:
+    chat = terminal(VISUAL=editor(tmp_path, does))
+    chat.until("Enter sends")
+    chat.type("precious\x07")
+    chat.until("Error:")
+    chat.type("\x11")
+    assert chat.rest() == 0
+    again = terminal()
+    again.until("precious")
+    again.type("\x03\x11")
+    assert again.rest() == 0
+
+
+@pty
+@pytest.mark.parametrize("sleep", [signal.SIGTSTP, signal.SIGSTOP])
+def test_a_chat_that_was_asleep_is_drawn_again(terminal: Callable[..., Terminal], sleep: signal.Signals) -> None:
+    chat = terminal()
+    chat.until("Enter sends")
+    chat.type("half a question")
+    chat.until("question")
+    os.kill(chat.child.pid, sleep)
+    _, status = os.waitpid(chat.child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    if sleep == signal.SIGTSTP:
+        chat.until("\x1b[?1049l")  # the shell has its screen back
+    chat.seen = b""
+    os.kill(chat.child.pid, signal.SIGCONT)
+    chat.until("\x1b[?1049h")
+    chat.until("half a question")
+    chat.until("Enter sends")
+    chat.type(" more")
+    chat.until("more")
+    chat.type("\x11")
+    assert chat.rest() == 0
+
+
+@pty
+def test_no_key_overtakes_what_was_typed_before_it(server: ScriptedServer, terminal: Callable[..., Terminal]) -> None:
+    server.answer("Bonjour")
+    chat = terminal()
+    chat.until("Enter sends")
+    chat.type("typed at once\x04\x03still here\r")  # Ctrl+D finds a text, Ctrl+C clears it
+    chat.until("Bonjour")
+    chat.type("\x11")
+    assert chat.rest() == 0
+    assert server.requests[0]["messages"][-1]["content"] == "still here"

@@ -1,0 +1,55 @@
+"""Ctrl+R: what was asked before, in any conversation; what is chosen comes into the input."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual.widgets.option_list import Option
+
+from localllm.conversation.history import History
+from localllm_tui.control.formatting import elide, how_many
+from localllm_tui.control.keys import KeyContext
+from localllm_tui.control.terminal import one_line
+from localllm_tui.screens.chat_view import ChatViewScreen
+from localllm_tui.screens.picking import ListPicker
+
+_LISTED = 200
+
+
+class AskedPicker(ListPicker[str | None]):
+    """Dismisses with a question as it was typed, or None."""
+
+    HINTS: ClassVar[KeyContext] = KeyContext.ASKED
+
+    def __init__(self, history: History, query: str) -> None:
+        super().__init__("asked before", query, "words of it")
+        self._history = history
+        self._questions: list[str] = []
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self._fill(self._query)
+
+    def _fill(self, query: str) -> None:
+        self._questions = [*self._history.asked(query, limit=_LISTED)]
+        width = max(20, self.app.size.width * 9 // 10 - 6)
+        self.options.clear_options()
+        self.options.add_options(
+            [Option(Text(elide(one_line(q), width), no_wrap=True), id=str(n)) for n, q in enumerate(self._questions)]
+        )
+        self.options.highlighted = 0 if self._questions else None
+        self.found(how_many(len(self._questions), "question") if self._questions else "nothing like it was asked")
+
+    def _choose(self, name: str) -> None:
+        self.dismiss(self._questions[int(name)])
+
+
+async def open_asked(chat: ChatViewScreen, words: str) -> None:
+    """/asked: search earlier questions; the chosen one takes the place of what is typed."""
+
+    def chosen(question: str | None) -> None:
+        if question is not None:
+            chat.composer.replace_text(question)
+
+    await chat.app.push_screen(AskedPicker(chat.history, words or chat.composer.text.strip()), chosen)

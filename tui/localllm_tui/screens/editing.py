@@ -1,0 +1,48 @@
+"""The message in the editor that $VISUAL or $EDITOR names; what is saved there comes back into the input."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+from textual.app import SuspendNotSupported
+
+from localllm.errors import UsageError
+from localllm_tui.screens.chat_view import ChatViewScreen
+
+# Where neither variable is set: the first of these that is there.
+_EDITORS = ("notepad",) if os.name == "nt" else ("sensible-editor", "nano", "vi")
+
+
+async def open_editor(chat: ChatViewScreen, _: str) -> None:
+    """/editor, Ctrl+G: the editor has the terminal until it ends. Raises UsageError where there is none."""
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or next(filter(shutil.which, _EDITORS), "")
+    if not editor:
+        raise UsageError("no editor is known here", hint="set EDITOR, for example: export EDITOR=nano")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "message.md"
+        file.write_text(chat.composer.text, encoding="utf-8")
+        # Ctrl+C is the editor's meanwhile. A handler, for to ignore a signal is inherited.
+        before = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            with chat.app.suspend():
+                done = subprocess.run([*_words(editor), str(file)]).returncode
+            text = file.read_text(encoding="utf-8").rstrip("\n")
+        except SuspendNotSupported:
+            raise UsageError("this terminal can't be lent to an editor") from None
+        except (OSError, UnicodeDecodeError, ValueError) as e:
+            raise UsageError(f"{editor} can't be used: {e}", hint="set EDITOR to another") from e
+        finally:
+            signal.signal(signal.SIGINT, before)
+    if done:
+        raise UsageError(f"{editor} ended with {done}: the message is as it was")
+    chat.composer.replace_text(text)
+
+
+def _words(editor: str) -> list[str]:
+    return [editor] if os.path.exists(editor) or os.name == "nt" else shlex.split(editor)
