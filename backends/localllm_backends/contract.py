@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from localllm_backends.declaration import Declaration as Declaration
 from localllm_backends.placement import Placement as Placement
+from localllm_backends.values import DRAFTER_LEFT_OUT as DRAFTER_LEFT_OUT
+from localllm_backends.values import KV_FALLBACK as KV_FALLBACK
+from localllm_backends.values import LOAD_NOTES as LOAD_NOTES
 from localllm_backends.values import MAX_SAMPLED_TOP_K as MAX_SAMPLED_TOP_K
 from localllm_backends.values import Capabilities as Capabilities
 from localllm_backends.values import Chunk as Chunk

@@ -20,6 +20,10 @@ SequenceId: TypeAlias = int
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 
+# Of ModelInfo.metadata: a KV type that computes wrongly here, a drafter that is not this model's.
+KV_FALLBACK, DRAFTER_LEFT_OUT = LOAD_NOTES = ("localllm.kv_fallback", "localllm.drafter_left_out")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
     """What to load and how much memory to give it; 0 and None mean "the backend's own default".
@@ -117,7 +121,8 @@ class ModelInfo:
     `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
     `vision`: its prompts may have images. `kv_meaning` names, besides those and the KV types, all that gives exported KV
     its meaning: the versions of the libraries that compute it and whatever changes how they do. KV written under
-    another one must never be imported. `control_texts`: how its control tokens are written (control_text.py).
+    another one must never be imported. `control_texts`: how its control tokens are written (control_text.py). Beside the
+    file's own, `metadata` has under each of LOAD_NOTES a sentence on what loading did otherwise than asked.
     """
 
     architecture: str

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.compose.load_spec import load_spec, run_settings
+from localllm.cli.compose.served_models import planned
 from localllm.device.detect import detect
 from localllm.engine.worker import backends
 from localllm.errors import UnsupportedError
 from localllm.planner.explain import explain
+from localllm.server.models.worker import ModelWorker
 from localllm.settings import Settings
 from localllm_backends.contract import LoadError
 from models import tiny_drafters
@@ -92,8 +95,17 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
     found = load_plan_named(str(path), Settings({"context": 2048})).options.spec
     backend = backends.for_path(str(path)).load(found)
     assert backend.capabilities.drafts == 0
-    assert "reads the layers" in backend.info.metadata["localllm.drafter_left_out"]
     backend.close()
+
+    async def said() -> str:
+        """The notice that the model's users see."""
+        served = planned(load_plan_named(str(path), Settings({"context": 2048})))
+        worker = ModelWorker("tiny", served.host, served.facts, loading=served.loading)
+        await worker.engine()
+        await worker.close()
+        return worker.notice
+
+    assert "a drafter beside the model is left out: 'tiny-eagle3-f32.gguf' can't draft" in asyncio.run(said())
     named = load_plan_named(str(path), Settings({"context": 2048, "draft": str(other)})).options.spec
     with pytest.raises(LoadError, match="reads the layers"):
         backends.for_path(str(path)).load(named)

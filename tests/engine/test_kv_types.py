@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm_backends.contract import Backend, BackendFailure, Chunk, KvType, LoadSpec
+from localllm_backends.contract import KV_FALLBACK, Backend, BackendFailure, Chunk, KvType, LoadSpec
 from localllm_backends.llamacpp import backend_type, kv_probe
 from localllm_backends.llamacpp.devices import Accelerator
-from localllm_backends.llamacpp.kv_probe import NOTE_KEY, Pair, Timing, candidates, settle
+from localllm_backends.llamacpp.kv_probe import Pair, Timing, candidates, settle
 from support.plan_probe import ProbeSettings, plan
 
 CONTEXT = 1024
@@ -100,7 +100,7 @@ def test_quantised_logits_stay_near_f16(smollm2: Path, exact: Logits, kind: KvTy
 def test_k_and_v_may_differ(few_layers: Path, pair: Pair) -> None:
     backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=CONTEXT, kv_type_k=pair[0], kv_type_v=pair[1]))
     assert (backend.info.kv_type_k, backend.info.kv_type_v) == pair
-    assert NOTE_KEY not in backend.info.metadata
+    assert KV_FALLBACK not in backend.info.metadata
     backend.close()
 
 
@@ -108,7 +108,7 @@ def test_without_flash_attention_v_stays_f16_and_the_load_says_so(few_layers: Pa
     spec = LoadSpec(str(few_layers), n_ctx=CONTEXT, kv_type_k="q8_0", kv_type_v="q8_0", flash_attention=False)
     backend = backend_type.load(spec)
     assert (backend.info.kv_type_k, backend.info.kv_type_v) == ("q8_0", "f16")
-    assert "flash attention" in backend.info.metadata[NOTE_KEY]
+    assert "flash attention" in backend.info.metadata[KV_FALLBACK]
     backend.close()
 
 

@@ -2,7 +2,7 @@
 
 A quantised cache should cost no speed; where it does, its kernel is missing on this device (CUDA builds without all
 flash-attention pairs, heads that are no multiple of a block) and attention fell to a slow path. Then a type that is
-served at full speed is better, and the load says so in `ModelInfo.metadata["localllm.kv_fallback"]`.
+served at full speed is better, and the load says so in `ModelInfo.metadata`.
 
 Near the start a slow path of attention hides behind the weights (an RTX 3080 with q8_0: as f16 there, 0.6 of its speed at
 52k). So on an accelerator both types are timed at two depths, and what a token costs is carried on to half of the context.
@@ -21,7 +21,6 @@ from localllm_backends.llamacpp.context import new_context, served_context
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import log, start_native
 
-NOTE_KEY = "localllm.kv_fallback"
 # On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2, q8_0 and q4_0); off
 # it, it costs multiples. What lies between is noise of a shared machine, which can also look like more once: a slow
 # verdict must come out every time.

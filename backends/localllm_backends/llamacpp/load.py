@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import LoadError, LoadSpec
+from localllm_backends.contract import DRAFTER_LEFT_OUT, KV_FALLBACK, LoadError, LoadSpec
 from localllm_backends.llamacpp import companion, kv_probe, mtp, rpc, vision
 from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context
@@ -73,7 +73,7 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     make: Any = LlamaCppBackend if projector is None else partial(vision.LlamaCppVisionBackend, projector=projector)
     backend: LlamaCppBackend = make(llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads)
     if note:
-        backend.info.metadata[kv_probe.NOTE_KEY] = note
+        backend.info.metadata[KV_FALLBACK] = note
     if left_out:
-        backend.info.metadata["localllm.drafter_left_out"] = left_out
+        backend.info.metadata[DRAFTER_LEFT_OUT] = f"a drafter beside the model is left out: {left_out}"
     return backend

@@ -12,7 +12,7 @@ from typing import Any
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import EngineClient, Host
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
-from localllm_backends.contract import ModelInfo
+from localllm_backends.contract import LOAD_NOTES, ModelInfo
 
 log = logging.getLogger("localllm.server")
 _RETRY_AFTER_S = 10
@@ -261,7 +261,8 @@ class ModelWorker:
             raise
         else:
             self.info, self.loaded, self.failure, self.failure_hint = engine.info, True, "", ""
-            self.notice = self._loading.notice
+            notes = [engine.info.metadata.get(key, "") for key in LOAD_NOTES]
+            self.notice = "; ".join(filter(None, (self._loading.notice, *notes)))
             return engine
         finally:
             self._load = None

@@ -6,7 +6,9 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import llama_cpp
 import pytest
 
 from engine.crowds import NEAR_TIE, isolated
@@ -330,3 +332,49 @@ def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_pat
     assert run(engine, sampled).tokens["s"] == first, "the same uniforms choose the same tokens"
     engine.close()
     alone.close()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_companion_is_of_use_at_once_after_a_restart(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had read comes from the disk with the model's own: it reads what is new, and no more than a block besides."""
+    path = tiny_drafters.write_target(tmp_path / "m.gguf", likeness=0.3)
+    drafter = tmp_path / "d.gguf"
+    if kind == "eagle3":
+        tiny_drafters.write_eagle3(drafter, own=False, knowing=True)
+    else:
+        tiny_drafters.write_dflash(drafter, block=8, markov=True, knowing=0.3)
+    rng = random.Random(2)
+    history, question = words(rng, 600), words(rng, 6)
+    engine = drafting(path, companion=drafter, disk=tmp_path / "kept")
+    said = run(engine, request_for("a", history, 24, GREEDY, ignore_eos=True)).tokens["a"]
+    settle(engine)
+    engine.close()
+    read: list[int] = []
+    decode = llama_cpp.llama_decode
+
+    def counted(context: int, batch: Any) -> int:
+        # The drafter has one or two layers, the model three.
+        if llama_cpp.llama_model_n_layer(llama_cpp.llama_get_model(context)) < 3:
+            read.append(int(batch.n_tokens))
+        return int(decode(context, batch))
+
+    accepted = {}
+    asked = [*history, *said, *question]
+    for restarted in (True, False):
+        engine = drafting(path, companion=drafter, disk=tmp_path / "kept" if restarted else None)
+        with monkeypatch.context() as patch:
+            patch.setattr(llama_cpp, "llama_decode", counted)
+            read.clear()
+            answer = run(engine, request_for("b", asked, 1, GREEDY, ignore_eos=True))
+            assert (answer.finish("b").usage.cached_tokens >= 512) is restarted
+            prefill = sum(read)
+        new = len(asked) - answer.finish("b").usage.cached_tokens
+        assert prefill <= new + 64
+        before = int(engine.snapshot()[f"accepted_{kind}_tokens"])
+        run(engine, request_for("c", asked, 160, GREEDY, ignore_eos=True))
+        accepted[restarted] = int(engine.snapshot()[f"accepted_{kind}_tokens"]) - before
+        engine.close()
+    assert accepted[True] > 5
+    assert abs(accepted[True] - accepted[False]) <= 3, "its KV is that of one that has read it all"
