@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 from localllm.grammars.schema_words import empty, other_texts
 from localllm.grammars.translator import IN_ORDER, INERT, LARGEST, NAMED
+from localllm.grammars.values import picked, without_endless
 
 # Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
 # window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
@@ -41,6 +43,10 @@ _MOST_WAYS = 40
 # Of a number with bounds, which llguidance writes without an exponent.
 _FINEST = 1e-9
 _MOST_NESTED = 8
+# How long pieces are asked whether anything matches them; one that nothing does is a mistake of the whole from then on.
+_ASKING_S = 1.0
+# A class of letters in an expression, behind anything escaped.
+_CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])+)\]", re.DOTALL)
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _SCALARS = (str, int, float, bool, type(None))
 ANY_ORDER = "x-any-order"
@@ -58,12 +64,13 @@ class JsonRules:
         self._prefix, self._any_order = prefix, any_order
         self._definitions: Mapping[str, Any] = {}
         self._named: dict[str, str] = {}
+        self._until = time.monotonic() + _ASKING_S
         self.rules: list[str] = []
 
     def value(self, schema: Any) -> str:
         """The Lark of a value that matches `schema`, as `translated` or `loosened` returns it."""
         if isinstance(schema, dict):
-            self._definitions = schema.get("$defs", {})
+            self._definitions = without_endless(schema.get("$defs", {}))
             schema = {word: said for word, said in schema.items() if word != "$defs"}
         self._named = {key: name for key, name in self._named.items() if not key.startswith(("$", "{"))}
         return self._value(schema)
@@ -84,10 +91,21 @@ class JsonRules:
             return self._any_of(schema["anyOf"])
         if words == {"allOf"} and len(schema["allOf"]) == 1:
             return self._plain(schema["allOf"][0])
+        if "allOf" in words and (kept := picked(schema, self._leads)) != schema:
+            return self._plain(kept)
         if words & {"allOf", "anyOf", "$ref"}:
             ways = self._ways(schema)
-            objects = ways is not None and all(way.get("type") == "object" for way in ways)
-            return self._any_of(ways) if ways is not None and objects else None
+            if ways is None or not all(way.get("type") == "object" for way in ways):
+                return None
+            found: list[str] = []
+
+            def lark() -> str:
+                found.append(self._any_of(ways) or self._terminal("never"))
+                return found[0]
+
+            # A rule, since a part of it may lead back to the whole.
+            name = self._rule(json.dumps(schema), self._new_name(), lark)
+            return self.never if found == [self.never] else name
         if words & {"enum", "const"} and words <= {"enum", "const", "type"}:
             return self._listed(schema)
         kind = schema.get("type")
@@ -157,8 +175,11 @@ class JsonRules:
         """The terminal that nothing matches."""
         return self._terminal("never")
 
+    def _leads(self, reference: str) -> Any:
+        return self._definitions.get(reference.removeprefix("#/$defs/"), True)
+
     def _definition(self, reference: str) -> str:
-        schema = self._definitions.get(reference.removeprefix("#/$defs/"), True)
+        schema = self._leads(reference)
         found: list[str] = []
 
         def lark() -> str:
@@ -183,7 +204,7 @@ class JsonRules:
                 inner = [self._ways(way, depth + 1) for way in said]
                 found = None if None in inner else [way for some in inner for way in some or ()]
             elif word == "$ref":
-                found = self._ways(self._definitions.get(said.removeprefix("#/$defs/"), True), depth + 1)
+                found = self._ways(self._leads(said), depth + 1)
             elif word == "allOf":
                 for part in said:
                     found = self._ways(part, depth + 1)
@@ -219,7 +240,11 @@ class JsonRules:
         )
         whole = {"x-guidance": {"whitespace_pattern": SPACE}, **whole}
         text = json.dumps(whole)
-        if text not in self._named and empty({w: v for w, v in whole.items() if w != "x-guidance"}):
+        if (
+            text not in self._named
+            and time.monotonic() < self._until
+            and empty({w: v for w, v in whole.items() if w != "x-guidance"})
+        ):
             self._named[text] = self.never
         return self._rule(text, self._new_name(), lambda: f"%json {text}")
 
@@ -349,7 +374,13 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] 
 def _both(one: Any, other: Any) -> Any:
     if one is False or other is False:
         return False
-    return other if one is True else one if other is True else {"allOf": [one, other]}
+    if one is True or other is True:
+        return other if one is True else one
+    parts: list[Any] = []  # each once, or one that leads to itself grows for ever
+    for schema in (one, other):
+        inner = schema["allOf"] if isinstance(schema, dict) and set(schema) == {"allOf"} else [schema]
+        parts += [part for part in inner if part not in parts]
+    return {"allOf": parts}
 
 
 def _quoted(value: Any) -> str:
@@ -414,8 +445,12 @@ def _ending(schema: Any, *, finest: bool) -> Any:
         return schema
     out: dict[str, Any] = {}
     for word, said in schema.items():
-        if word in NAMED:
+        if word == "patternProperties":
+            out[word] = {_escapable(name): _ending(inner, finest=finest) for name, inner in said.items()}
+        elif word in NAMED:
             out[word] = {name: _ending(inner, finest=finest) for name, inner in said.items()}
+        elif word == "pattern":
+            out[word] = _escapable(said)
         else:
             out[word] = said if word in INERT else _ending(said, finest=finest)
     kinds = out.get("type", ())
@@ -429,6 +464,18 @@ def _ending(schema: Any, *, finest: bool) -> Any:
         if "number" in kinds and finest:
             out.setdefault("multipleOf", _FINEST)
     return out
+
+
+def _escapable(pattern: str) -> str:
+    r"""`pattern` without form feeds in classes of what a letter is not: a class that has all of \b \t \n \f \r is to llguidance
+    one that has \ and " as well (1.9.1)."""
+
+    def narrowed(found: re.Match[str]) -> str:
+        if found[1] is None or not (found[1] or r"\x0" in found[2] or r"\u00" in found[2]):
+            return found[0]
+        return f"[^{found[2]}\\f]" if found[1] else f"[{found[2]}--\\f]"
+
+    return _CLASS.sub(narrowed, pattern)
 
 
 def _reached(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,9 +55,14 @@ def schemas_in(lark: str) -> str:
             any_order = isinstance(schema, dict) and schema.get(ANY_ORDER) is True
             kept = translated(schema)
             writer = JsonRules(f"json{n}_", any_order=any_order)
-            value, n = writer.value(kept), n + 1
+            try:
+                value, n = writer.value(kept), n + 1
+            except RecursionError as e:
+                raise UnsupportedError("the json_schema can't be enforced: it leads to itself too often") from e
             if value == writer.never:
-                raise UnsupportedError(f"the json_schema can't be enforced: {holds(kept) or 'nothing matches it'}")
+                why = holds(kept)
+                why = why if "Unsatisfiable" in why else "nothing matches it, or nothing that ends"
+                raise UnsupportedError(f"the json_schema can't be enforced: {why}")
             parts.append(value)
             rules += writer.rules
     return "".join([*parts, lark[at:], *([chr(10)] if rules else []), *(f"{rule}\n" for rule in rules)])

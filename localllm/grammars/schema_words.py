@@ -9,20 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-TYPES = ("null", "boolean", "number", "string", "array", "object")
-# The type that a word speaks of, and the word that allows what it does not, with the step between them.
-_OPPOSITE: Mapping[str, tuple[str, str, int]] = {
-    "minimum": ("number", "exclusiveMaximum", 0), "maximum": ("number", "exclusiveMinimum", 0),
-    "exclusiveMinimum": ("number", "maximum", 0), "exclusiveMaximum": ("number", "minimum", 0),
-    "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
-    "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
-    "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
-}  # fmt: skip
-_SPEAKS_OF: Mapping[str, str] = {
-    **{word: kind for word, (kind, _, _) in _OPPOSITE.items()}, "multipleOf": "number", "pattern": "string",
-    "format": "string", "items": "array", "prefixItems": "array", "properties": "object", "required": "object",
-    "patternProperties": "object", "additionalProperties": "object",
-}  # fmt: skip
+from localllm.grammars.values import OPPOSITE, SPEAKS_OF, TYPES, kind_of, matches, picked, values_of
+
 _MOST_NESTED = 6
 # Pairs of alternatives are compared one by one, for so long.
 _COMPARING_S = 1.0
@@ -96,14 +84,15 @@ class Words:
             before = next((w for w in schema if w in ("properties", "oneOf", "if", "allOf")), "properties")
             both = [*more, *out.pop("allOf", [])] if before != "allOf" else [*out.pop("allOf", []), *more]
             out = {**out, "allOf": both} if before == "properties" else {"allOf": both, **out}
-        return out or True
+        return picked(out or True, self._definition)
 
     def _either(self, condition: Any, then: Any, otherwise: Any) -> Any:
         unless = self.negated(condition)
         if unless is None:
             self._left_out.add("if")
             return True
-        return {"anyOf": [{"allOf": [condition, then]}, {"allOf": [unless, otherwise]}]}
+        ways = ({"allOf": [condition, then]}, {"allOf": [unless, otherwise]})
+        return {"anyOf": [picked(way, self._definition) for way in ways]}
 
     def _one_of(self, ways: Sequence[Any], beside: Mapping[str, Any]) -> Any:
         """Exactly one of `ways`: any where no two of them meet, else each without those that it meets."""
@@ -127,7 +116,7 @@ class Words:
                     self._left_out.add("oneOf")
                     return {"anyOf": list(ways)}
                 without.append(rest)
-            alone.append({"allOf": [way, *without]} if without else way)
+            alone.append(picked({"allOf": [way, *without]}, self._definition) if without else way)
         return (
             {"anyOf": alone}
             if len(kinds) == len(TYPES)
@@ -146,7 +135,7 @@ class Words:
             elif word == "$ref":
                 good = self._open_to(self._definition(value), kind, depth + 1)
             else:
-                good = _SPEAKS_OF.get(word, kind) != kind
+                good = SPEAKS_OF.get(word, kind) != kind
             if not good:
                 return False
         return True
@@ -170,11 +159,15 @@ class Words:
         first, second = self._kinds(one), self._kinds(other)
         if not first & second:
             return True
-        mine, theirs = _values(one), _values(other)
-        if mine is not None and theirs is not None:
-            texts = set(map(json.dumps, theirs))
-            numbers = {v for v in theirs if type(v) in (int, float)}  # 1.0 is 1
-            return not any(v in numbers if type(v) in (int, float) else json.dumps(v) in texts for v in mine)
+        for mine, theirs in ((one, other), (other, one)):
+            values = values_of(mine, deep=True)
+            if values is not None and (
+                kept := {matches({"allOf": [mine, theirs]}, v, self._definition) for v in values}
+            ) <= {
+                False,
+                True,
+            }:
+                return True not in kept
         if time.monotonic() > self._until or one is True or other is True:
             return False
         parts = [one, other, *([{k: v for k, v in beside.items() if k != "allOf"}] if beside else [])]
@@ -190,7 +183,7 @@ class Words:
         if "$ref" in schema:
             return self._kinds(self._definition(schema["$ref"]), depth + 1)
         if "enum" in schema or "const" in schema:
-            return {_kind(value) for value in schema.get("enum", [schema.get("const")])}
+            return {kind_of(value) for value in schema.get("enum", [schema.get("const")])}
         if "anyOf" in schema:
             return set().union(*(self._kinds(way, depth + 1) for way in schema["anyOf"]))
         return set(TYPES)
@@ -216,8 +209,8 @@ class Words:
 
     def _against(self, word: str, value: Any, schema: Mapping[str, Any], depth: int) -> Any:
         """The schema of what one word forbids."""
-        if word in _OPPOSITE:
-            kind, other, step = _OPPOSITE[word]
+        if word in OPPOSITE:
+            kind, other, step = OPPOSITE[word]
             return {"type": kind, other: value + step} if value + step >= 0 or not step else False
         if word == "type":
             kinds = [value] if isinstance(value, str) else value
@@ -253,26 +246,11 @@ class Words:
         return None
 
 
-def _values(schema: Any) -> list[Any] | None:
-    """The only values that may match, where it names them."""
-    if not isinstance(schema, dict) or not {"enum", "const"} & set(schema):
-        return None
-    return [schema["const"]] if "const" in schema else list(schema["enum"])
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    return {int: "number", float: "number", str: "string", list: "array"}.get(type(value), "object")
-
-
 def _other_than(values: Sequence[Any]) -> Any:
     """The schema of everything but `values`; None where some are lists or objects."""
     by_kind: dict[str, list[Any]] = {}
     for value in values:
-        by_kind.setdefault(_kind(value), []).append(value)
+        by_kind.setdefault(kind_of(value), []).append(value)
     if {"array", "object"} & set(by_kind) or sum(map(len, by_kind.get("string", []))) > _MOST_LETTERS:
         return None
     ways: list[Any] = [{"type": [k for k in TYPES if k not in by_kind]}]

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urljoin
 
-from localllm.grammars.schema_words import TYPES, Words
+from localllm.grammars.schema_words import Words
+from localllm.grammars.values import TYPES
 
 Schema: TypeAlias = bool | dict[str, Any]
 
@@ -35,6 +36,8 @@ _EXPRESSIONS = {
     "uri-reference": rf"^(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?:{_URI})*(?:[/?#](?:{_URI}|[:/?#])*)?$",
     "iri": r'^[A-Za-z][A-Za-z0-9+.-]*:[^\s<>"{}|\\^`]*$',
     "iri-reference": r'^[^\s<>"{}|\\^`]*$',
+    "uri-template": r"^(?:[^\x00-\x20\"'%<>\\^`{|}]|%[0-9a-fA-F]{2}|\{[+#./;?&=,!@|]?[\w.%,*:]+\})*$",
+    "idn-hostname": r"^[^\s.@/]{1,63}(?:\.[^\s.@/]{1,63})*$",
     "idn-email": r"^[^\s@]+@[^\s@]+$",
     "regex": rf"^(?:{_ATOM}|\((?:\?:)?{_ATOM}*\)(?:[*+?]\??)?)*$",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -124,6 +125,57 @@ def test_what_is_allowed_matches_the_schema() -> None:
             narrow += valid and not allowed  # members in an order of their own
     assert held > 2 * refused, (held, refused)  # patterns that overlap are, on purpose
     assert right > 20 * narrow, (right, narrow)
+
+
+SIGNS = '\\"\n\t\x01 a/}é['
+
+
+def test_a_pattern_means_the_same_whatever_json_escapes() -> None:
+    right = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        some = "".join(re.escape(sign) for sign in rng.sample(SIGNS, rng.randrange(1, 5)))
+        low, high = sorted(rng.sample(["\\x00", "\\x1f", " ", "!", "Z", "~"], 2), key=lambda sign: eval(f'"{sign}"'))
+        classes = [
+            f"[^{some}]",
+            f"[{some}]",
+            f"[{low}-{high}]",
+            f"[^{low}-{high}]",
+            f"[^{low}-{high}{some}]",
+            r"[^\\]",
+            ".",
+        ]
+        pattern = f"^(?:{rng.choice(classes)}{rng.choice(['', '*', '+'])}{rng.choice(classes)})$"
+        matcher = of_schema({"type": "string", "pattern": pattern})
+        for _ in range(12):
+            text = "".join(rng.choices(SIGNS, k=rng.randrange(4)))
+            valid = re.fullmatch(pattern[1:-1], text) is not None
+            assert allows(matcher, json.dumps(text, ensure_ascii=False)) == valid, (pattern, text)
+            right += valid
+    assert right > 100, right
+
+
+def test_parts_that_lead_back_to_the_whole_end() -> None:
+    part = {"type": "object", "properties": {"a": {"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]}}}
+    defs = {"x": part, "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"type": "null"}}}}
+    matcher = of_schema({"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": defs})
+    for text, right in (('{"a": {"a": {"b": null}}}', True), ('{"a": {"a": {"b": 1}}}', False), ('{"a": 1}', False)):
+        assert allows(matcher, text) == right
+    schema = {"$ref": "#/$defs/z", "$defs": {**defs, "z": {**part, "required": ["a"]}, "x": {"$ref": "#/$defs/z"}}}
+    with pytest.raises(UnsupportedError, match="nothing matches"):
+        of_schema(schema)
+
+
+STATES = {"type": "string", "enum": [f"s{i}" for i in range(60)]}
+
+
+def test_values_that_are_named_are_picked_and_cost_nothing() -> None:
+    other = {"type": "string", "enum": [f"s{i}" for i in range(40, 90)]}
+    schema = {"type": "array", "items": {"oneOf": [STATES, other, {"enum": ["s7", "z", 1, True]}, {"const": 1.0}]}}
+    matcher = of_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for value in ("s1", "s7", "s45", "s89", "z", 1, True, "s90"):
+        assert allows(matcher, json.dumps([value])) == validator.is_valid([value]), value
 
 
 REFERRED = {"type": "array", "items": {"enum": [7]}, "maxItems": 1}

@@ -1,0 +1,123 @@
+"""Whether a value matches a schema in the engine's words: a schema that names its values is said as those that match."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from operator import ge, gt, le, lt
+from typing import Any
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+# The type that a word speaks of, and the word that allows what it does not, with the step between them.
+OPPOSITE: Mapping[str, tuple[str, str, int]] = {
+    "minimum": ("number", "exclusiveMaximum", 0), "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0), "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
+}  # fmt: skip
+SPEAKS_OF: Mapping[str, str] = {
+    **{word: kind for word, (kind, _, _) in OPPOSITE.items()}, "multipleOf": "number", "pattern": "string",
+    "format": "string", "items": "array", "prefixItems": "array", "properties": "object", "required": "object",
+    "patternProperties": "object", "additionalProperties": "object",
+}  # fmt: skip
+_COMPARED: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any, Any], bool]]] = {
+    "minimum": (float, ge), "maximum": (float, le), "exclusiveMinimum": (float, gt), "exclusiveMaximum": (float, lt),
+    **{f"min{counted}": (len, ge) for counted in ("Length", "Items", "Properties")},
+    **{f"max{counted}": (len, le) for counted in ("Length", "Items", "Properties")},
+}  # fmt: skip
+# Schemas in schemas, references followed.
+_MOST_NESTED = 12
+
+
+def picked(schema: Any, leads: Callable[[str], Any]) -> Any:
+    """`schema` as the values that match it, where it names them: said so they cost a grammar nothing."""
+    values = values_of(schema, deep=True)
+    if values is None or set(schema) <= {"enum", "const"}:
+        return schema
+    right = [matches(schema, value, leads) for value in values]
+    if None in right:
+        return schema
+    kept = [value for value, good in zip(values, right, strict=True) if good]
+    return {"enum": kept} if kept else False
+
+
+def matches(schema: Any, value: Any, leads: Callable[[str], Any], depth: int = 0) -> bool | None:
+    """Whether `value` matches; None where that can't be told."""
+    if not isinstance(schema, dict) or depth > _MOST_NESTED:
+        return None if isinstance(schema, dict) else bool(schema)
+    found = [_word_holds(word, said, value, leads, depth + 1) for word, said in schema.items()]
+    return False if False in found else None if None in found else True
+
+
+def _word_holds(word: str, said: Any, value: Any, leads: Callable[[str], Any], depth: int) -> bool | None:
+    kind = kind_of(value)
+    if word in ("const", "enum"):
+        # To Python true is 1.
+        return any(one == value and kind_of(one) == kind for one in ([said] if word == "const" else said))
+    if word == "type":
+        kinds = [said] if isinstance(said, str) else said
+        return kind in kinds or (kind == "number" and "integer" in kinds and value == int(value))
+    if word in ("allOf", "anyOf"):
+        found = [matches(inner, value, leads, depth) for inner in said]
+        decides = word == "anyOf"
+        return decides if decides in found else None if None in found else not decides
+    if word == "$ref":
+        return matches(leads(said), value, leads, depth)
+    if SPEAKS_OF.get(word, kind) != kind:
+        return True
+    if word in _COMPARED:
+        size, good = _COMPARED[word]
+        return good(size(value), said)
+    if word == "required":
+        return set(said) <= set(value)
+    if word == "pattern":
+        try:
+            return re.search(said, value, re.ASCII) is not None
+        except re.error:
+            return None
+    return None
+
+
+def values_of(schema: Any, *, deep: bool = False) -> list[Any] | None:
+    """The only values that may match, where it names them; `deep`: or a part of it does."""
+    if not isinstance(schema, dict):
+        return None
+    if {"enum", "const"} & set(schema):
+        return [schema["const"]] if "const" in schema else list(schema["enum"])
+    parts = (values_of(part, deep=True) for part in schema.get("allOf", ()) if deep)
+    return next((values for values in parts if values is not None), None)
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    return {int: "number", float: "number", str: "string", list: "array"}.get(type(value), "object")
+
+
+def without_endless(definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """`definitions`, of which those that only what never ends matches (a member that must be there leads back) are False."""
+    ending: set[str] = set()
+
+    def ends(schema: Any) -> bool:
+        if not isinstance(schema, dict):
+            return bool(schema)
+        kinds = schema.get("type", TYPES)
+        kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+        named, extra = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
+            return False
+        if not all(map(ends, schema.get("allOf", ()))) or not any(map(ends, schema.get("anyOf", (True,)))):
+            return False
+        if kinds == {"object"}:
+            return "patternProperties" in schema or all(ends(named.get(n, extra)) for n in schema.get("required", ()))
+        if kinds == {"array"} and schema.get("minItems"):
+            return ends(schema.get("items", True)) and all(map(ends, schema.get("prefixItems", ())))
+        return True
+
+    while more := {name for name, schema in definitions.items() if name not in ending and ends(schema)}:
+        ending |= more
+    return {name: schema if name in ending else False for name, schema in definitions.items()}
