@@ -5,7 +5,8 @@
     │   └── CatalogFileError          a catalog file of the user's says something wrong  400
     ├── RequestError                  a client's request can't be honoured               400  exit 2
     │   ├── UnsupportedError          a known parameter we refuse, with the reason       400
-    │   │   └── NotConstrainableError a tool format can't write that (conversation)      400
+    │   │   ├── NotConstrainableError a tool format can't write that (conversation)      400
+    │   │   └── CannotDecideError     a model can't answer by labels (server)            501
     │   ├── ConstraintStuckError      an answer can't be ended as its grammar wants      400
     │   ├── ContextLengthError        prompt + answer do not fit the served context      400
     │   ├── AuthError                 Host, Origin or key refused                        403/401

@@ -44,6 +44,11 @@ def kv_evidence_dir() -> Path:
     return data_dir() / "kv-evidence"
 
 
+def decisions_dir() -> Path:
+    """Temperatures fitted for the decisions of a model, a file a model (server/dialects/systemone/temperature.py)."""
+    return data_dir() / "decisions"
+
+
 def builds_dir() -> Path:
     """Builds of the engine that `localllm setup` made, one folder each (setup/builds.py)."""
     return data_dir() / "builds"

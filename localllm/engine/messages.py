@@ -74,12 +74,13 @@ class Generation:
     the way is `dataclasses.replace`d, so that nothing gets lost.
 
     `max_tokens` None = the remaining window. `logprobs` counts the alternatives reported per token (None = none
-    reported at all). `cache_prompt` False neither uses nor fills the prefix cache. `prediction` is text the client
-    expects in the answer, which drafting tries first. Before `min_tokens` neither the model's own end nor a token
-    of `stop_token_ids` may come. `thinking_tokens`: the longest reasoning (None: no limit). `loops`: what
-    counts as a loop and ends the answer (None: nothing). `priority`: above 0 it is served before others, below 0 after
-    them, as far as that starves nobody (scheduler.arrival). `tenant` is who asks, by the name of a key: what there is
-    is shared evenly between tenants (engine/scheduler.py). Only requests of the same `salt` use each other's KV.
+    reported at all); behind them come the tokens of `logprobs_of`, however unlikely. `cache_prompt` False neither uses
+    nor fills the prefix cache. `prediction` is text the client expects in the answer, which drafting tries first. Before
+    `min_tokens` neither the model's own end nor a token of `stop_token_ids` may come. `thinking_tokens`: the longest
+    reasoning (None: no limit). `loops`: what counts as a loop and ends the answer (None: nothing). `priority`: above 0
+    it is served before others, below 0 after them, as far as that starves nobody (scheduler.arrival). `tenant` is who
+    asks, by the name of a key: what there is is shared evenly between tenants (engine/scheduler.py). Only requests of
+    the same `salt` use each other's KV.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -87,6 +88,7 @@ class Generation:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprobs_of: tuple[int, ...] = ()
     time_limit_s: float | None = None
     cache_prompt: bool = True
     prediction: str = ""
@@ -246,7 +248,7 @@ def request_from_json(data: dict[str, Any]) -> Request:
     sampling["logit_bias"] = {int(k): float(v) for k, v in sampling.get("logit_bias", {}).items()}
     if "dry_sequence_breakers" in sampling:
         sampling["dry_sequence_breakers"] = tuple(sampling["dry_sequence_breakers"])
-    lists = {name: tuple(generation.get(name, ())) for name in ("stop", "stop_token_ids")}
+    lists = {name: tuple(generation.get(name, ())) for name in ("stop", "stop_token_ids", "logprobs_of")}
     loops = generation.get("loops")
     generation["loops"] = LoopLimits(**loops) if loops else None
     generation |= {"sampling": Sampling(**sampling), **lists}

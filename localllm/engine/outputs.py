@@ -184,7 +184,8 @@ class OutputProcessor:
         def text(t: int) -> str:
             return self.backend.token_bytes(t, special=True).decode("utf-8", "surrogateescape")
 
-        own, best = job.sampler.log_probabilities(row, token, job.request.generation.logprobs or 0)
+        told = job.request.generation
+        own, best = job.sampler.log_probabilities(row, token, told.logprobs or 0, told.logprobs_of)
         return (TokenLogprob(text(token), token, own, tuple((text(t), t, p) for t, p in best)),)
 
 

@@ -19,6 +19,7 @@ from localllm.server.dialects.llamacpp import routes as llamacpp
 from localllm.server.dialects.ollama import routes as ollama
 from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.responses import routes as responses
+from localllm.server.dialects.systemone import routes as systemone
 from localllm.server.http.accounts import caller, label, used_lines
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.errors import MethodError, RouteNotFoundError, envelope, headers_of, internal, log_failure
@@ -117,7 +118,7 @@ def create_app(
     app.add_middleware(EdgeMiddleware)
     app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)  # added last: runs first
     _errors(app)
-    for dialect in (openai, responses, rerank, anthropic, ollama, llamacpp, lmstudio):
+    for dialect in (openai, responses, rerank, systemone, anthropic, ollama, llamacpp, lmstudio):
         app.include_router(dialect.routes(server))
 
     @app.get("/health", tags=["server"], responses={503: {"description": "the models are loading, or none could be"}})

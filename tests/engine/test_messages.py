@@ -19,7 +19,22 @@ SAMPLING = Sampling(
     0.1, 2, 0.3, 0.4, 0.5, 1.6, 7, 0.8, 0.9, 10, {11: -1.5, 12: 2.0}, 0.2, 1.5, 3, 99, ("x", "yz"), 0.3, 0.4
 )
 GENERATION = Generation(
-    SAMPLING, 20, ("a", "b"), True, 3, 4.5, False, "expected", 4, (8, 9), 77, LoopLimits(9, 3, 4), -1, "anna", "salt"
+    SAMPLING,
+    20,
+    ("a", "b"),
+    True,
+    3,
+    (5, 6),
+    4.5,
+    False,
+    "expected",
+    4,
+    (8, 9),
+    77,
+    LoopLimits(9, 3, 4),
+    -1,
+    "anna",
+    "salt",
 )
 REQUEST = Request(
     "id",

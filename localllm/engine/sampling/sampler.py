@@ -141,16 +141,18 @@ class Sampler:
             self.constraint.accept(token)
         return token
 
-    def log_probabilities(self, logits: Row, token: int, n: int) -> tuple[float, list[tuple[int, float]]]:
-        """Natural-log probabilities as the model has them, before anything is changed or filtered out: that of `token`, and the
-        `n` greatest with their tokens."""
+    def log_probabilities(
+        self, logits: Row, token: int, n: int, also: Seq[int] = ()
+    ) -> tuple[float, list[tuple[int, float]]]:
+        """Natural-log probabilities as the model has them, before anything is changed or filtered out: that of `token`, and
+        with their tokens the `n` greatest and those of `also`."""
         top = Top(logits)
         if not math.isfinite(top.greatest):
             top = Top(readable(logits))
         base = base_of(top.greatest)
         weights = weigh(top.row, base, 1.0, buffer("weights", len(logits)))
         log_total = base + math.log(float(block_sums(weights).sum()))
-        best = top.ranked(n) if n else ()
+        best = [*(top.ranked(n) if n else ()), *also]
         return float(logits[token]) - log_total, [(int(t), float(logits[t]) - log_total) for t in best]
 
     def verify(self, logits: Row, history: Seq[int], drafted: int, drawn_from: Distribution) -> tuple[int, bool]:

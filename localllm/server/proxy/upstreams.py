@@ -33,7 +33,7 @@ PATHS: Mapping[str, tuple[Dialect, str]] = {**{k: ("openai", v) for k, v in _OPE
 # Their bodies name a model too, but only our own engine answers them.
 _LOCAL_ONLY = (
     "/v1/fim/completions", "/fim/completions", "/apply-template", "/v1/rerank", "/rerank", "/completion", "/infill",
-    "/v1/responses/input_tokens",
+    "/v1/responses/input_tokens", "/v1/systemone", "/v1/systemone/fit",
 )  # fmt: skip
 
 

@@ -1,0 +1,162 @@
+"""Typed questions: their bodies, how each is put to a chat model as labelled options, and the answer made of probabilities.
+
+The bodies are those of TypeSafe's System One API (its OpenAPI document of 2026, also spoken by llama.cpp, Ollama and vLLM).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from localllm.errors import RequestError
+
+MOST_OPTIONS = 255
+Content: TypeAlias = str | dict[str, Any] | list[Any]
+Probabilities: TypeAlias = Sequence[float]
+
+
+def as_text(content: Content | None) -> str:
+    """A state, an instruction or a criterion as it stands in the prompt."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return json.dumps(content, ensure_ascii=False)
+
+
+class _Question(BaseModel):
+    """What every question has. `instructions` None: the criteria say it."""
+
+    model_config = ConfigDict(extra="forbid")
+    unsaid: ClassVar[str] = "Which of these fits best?"
+    instructions: Content | None = None
+
+    def options(self) -> list[str]:
+        """The texts of the options, in the order that the answer's probabilities have."""
+        raise NotImplementedError
+
+    def orders(self, most: int) -> list[list[int]]:
+        """Up to `most` orders to show the options in: turned around evenly, so that a full turn has each option once in
+        every place."""
+        n = len(self.options())
+        shifts = [i * n // min(most, n) for i in range(min(most, n))]
+        return [[(i + shift) % n for i in range(n)] for shift in shifts]
+
+    def text(self, order: Sequence[int], labels: Sequence[str]) -> str:
+        """The question with its options in `order`, the first of them behind the first label."""
+        options = self.options()
+        lines = [f"{label}. {options[i]}" for label, i in zip(labels, order, strict=False)]
+        return "\n".join([f"Question: {as_text(self.instructions) or self.unsaid}", *lines])
+
+
+class ChoiceQuestion(_Question):
+    """One of several named options."""
+
+    type: Literal["choice"]
+    criteria: Annotated[dict[str, Content | None], Field(min_length=1, max_length=MOST_OPTIONS)]
+
+    def options(self) -> list[str]:
+        return [f"{name}: {said}" if (said := as_text(about)) else name for name, about in self.criteria.items()]
+
+    def answer(self, p: Probabilities) -> dict[str, Any]:
+        """The answer's body."""
+        names = list(self.criteria)
+        return {
+            "type": self.type,
+            "choice": names[_greatest(p)],
+            "confidence": choice_confidence(p),
+            "probabilities": dict(zip(names, p, strict=True)),
+        }
+
+    def right(self, answer: Any) -> int:
+        """Which option `answer` (an option's name) means. Raises RequestError."""
+        if answer not in self.criteria:
+            raise RequestError(f"the right answer of a choice is one of {', '.join(self.criteria)}"[:400])
+        return list(self.criteria).index(answer)
+
+
+class ScoreQuestion(_Question):
+    """A place on a scale whose levels are described, the lowest first."""
+
+    unsaid = "Which level of this scale fits best?"
+    type: Literal["score"]
+    criteria: Annotated[list[Content], Field(min_length=1, max_length=MOST_OPTIONS)]
+
+    def options(self) -> list[str]:
+        return [as_text(level) for level in self.criteria]
+
+    def orders(self, most: int) -> list[list[int]]:
+        """A scale only goes up or down."""
+        up = list(range(len(self.criteria)))
+        return [up, up[::-1]][: min(most, len(up))]
+
+    def answer(self, p: Probabilities) -> dict[str, Any]:
+        """The answer's body."""
+        return {
+            "type": self.type,
+            "score": sum(i * share for i, share in enumerate(p)),
+            "confidence": score_confidence(p),
+            "legend": {str(i): level for i, level in enumerate(self.criteria)},
+            "probabilities": {str(i): share for i, share in enumerate(p)},
+        }
+
+    def right(self, answer: Any) -> int:
+        """Which level `answer` (its number) means. Raises RequestError."""
+        if type(answer) is not int or not 0 <= answer < len(self.criteria):
+            raise RequestError(f"the right answer of this score is a level from 0 to {len(self.criteria) - 1}")
+        return answer
+
+
+class NoulCriteria(BaseModel):
+    """What counts as yes, and what as no."""
+
+    model_config = ConfigDict(extra="forbid")
+    true: Content | None = None
+    false: Content | None = None
+
+
+class NoulQuestion(_Question):
+    """A question of yes or no, or a statement that holds or does not."""
+
+    unsaid = "Which holds?"
+    type: Literal["noul"]
+    criteria: NoulCriteria | None = None
+
+    def options(self) -> list[str]:
+        about = self.criteria or NoulCriteria()
+        named = (("Yes, true", about.true), ("No, false", about.false))
+        return [f"{name}: {said}" if (said := as_text(description)) else name for name, description in named]
+
+    def answer(self, p: Probabilities) -> dict[str, Any]:
+        """The answer's body."""
+        return {"type": self.type, "noul": p[0]}
+
+    def right(self, answer: Any) -> int:
+        """Which option `answer` (true or false) means. Raises RequestError."""
+        if type(answer) is not bool:
+            raise RequestError("the right answer of a noul is true or false")
+        return int(not answer)
+
+
+Question: TypeAlias = Annotated[ChoiceQuestion | ScoreQuestion | NoulQuestion, Field(discriminator="type")]
+
+
+def choice_confidence(p: Probabilities) -> float:
+    """How far the greatest probability is above chance: 0 where all are alike, 1 where one is certain (TypeSafe's formula,
+    also llama.cpp's: tools/server/server-decision.cpp)."""
+    return 1.0 if len(p) < 2 else max(0.0, (max(p) - 1 / len(p)) / (1 - 1 / len(p)))
+
+
+def score_confidence(p: Probabilities) -> float:
+    """1 less the mean distance to the likeliest level, as a share of what that is for a uniform distribution around its
+    middle (the same sources)."""
+    if len(p) < 2:
+        return 1.0
+    mode, middle = _greatest(p), (len(p) - 1) / 2
+    distance = sum(share * abs(i - mode) for i, share in enumerate(p))
+    return max(0.0, 1 - distance * len(p) / sum(abs(i - middle) for i in range(len(p))))
+
+
+def _greatest(p: Probabilities) -> int:
+    return max(range(len(p)), key=lambda i: p[i])

@@ -1,0 +1,199 @@
+"""Routes of System One: a state and typed questions in, probabilities out; and the fit of a model's temperature."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from localllm.conversation.messages import normalise
+from localllm.engine.messages import Generation
+from localllm.errors import RequestError, UnsupportedError, WorkerDiedError
+from localllm.server.dialects.fields import RequestBody, read
+from localllm.server.dialects.openapi import body_of
+from localllm.server.dialects.route import post, refusing
+from localllm.server.dialects.systemone import temperature
+from localllm.server.dialects.systemone.forks import BEGUN, CannotDecideError, Forks, Spent
+from localllm.server.dialects.systemone.questions import Content, Question, as_text
+from localllm.server.dialects.wire import EVENTS
+from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.job import GenerationJob
+from localllm.server.generation.prompt import ResponseOptions
+from localllm.server.http.accounts import admins_only, caller, salt_of
+from localllm.server.http.asgi import ignored_header, request_id
+from localllm.server.http.json_body import read_json
+from localllm.server.http.streaming import unless_gone
+from localllm.server.models.router import ServedModel
+from localllm.server.serving import Server
+
+_MOST_QUESTIONS = 256
+# Questions times orders.
+_MOST_FORKS = 512
+# What other servers read with a question and this one does not: an answer without it would be about something else.
+_MEDIA = ("assets", "files", "videos")
+_ASK = "Judge what is between the marks, then answer the question behind it.\n<state>\n{state}\n</state>\n"
+_CHOOSE = "\nAnswer with the letter in front of what fits best, and nothing else."
+Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MOST_QUESTIONS)]
+Images = Annotated[list[str], Field(max_length=8)]
+Orders = Annotated[int, Field(ge=1, le=8)]
+_ORDERS = "orders of the options that are shown and averaged; each costs a fork"
+
+
+class SystemOneFields(RequestBody):
+    """POST /v1/systemone."""
+
+    state: Content
+    questions: Questions
+    images: Images | None = Field(None, description="in base64, or data URLs; for models that see")
+    orders: Orders = Field(1, description=_ORDERS)
+    temperature: float | None = Field(None, gt=0, le=100, description="default: what was fitted for the model, else 1")
+
+
+class _Example(BaseModel):
+    """A state, questions about it, and the right answers by the questions' names."""
+
+    model_config = ConfigDict(extra="forbid")
+    state: Content
+    questions: Questions
+    answers: dict[str, str | bool | int]
+    images: Images | None = None
+
+
+class FitFields(RequestBody):
+    """POST /v1/systemone/fit."""
+
+    examples: Annotated[list[_Example], Field(min_length=1, max_length=1000)]
+    orders: Orders = Field(1, description=_ORDERS)
+
+
+def routes(server: Server) -> APIRouter:
+    router = APIRouter(tags=["Decisions"])
+
+    async def decide(request: Request) -> Response:
+        fields, ignored = read(SystemOneFields, await read_json(request, server.settings))
+        for name in _MEDIA:
+            if (fields.model_extra or {}).get(name):
+                raise UnsupportedError(f"{name} is not supported: send pictures as `images`", param=name)
+        model = await _model(server, fields)
+
+        async def work() -> Mapping[str, Any]:
+            with server.serving(model):
+                scores, spent, fingerprint = await _scores(server, model, fields, fields.orders)
+            t = fields.temperature or temperature.kept(fingerprint)
+            answers = {name: q.answer(temperature.softmax(scores[name], t)) for name, q in fields.questions.items()}
+            return {"model": model.name, "answers": answers, "temperature": t, "usage": spent.body()}
+
+        return await _answered(request, work(), ignored)
+
+    async def fit(request: Request) -> Response:
+        fields, ignored = read(FitFields, await read_json(request, server.settings))
+        admins_only("fitting a model's temperature")
+        right = [_right(i, example) for i, example in enumerate(fields.examples)]
+        model = await _model(server, fields)
+
+        async def work() -> Mapping[str, Any]:
+            examples: list[tuple[Sequence[float], int]] = []
+            spent = Spent()
+            with server.serving(model):
+                for example, options in zip(fields.examples, right, strict=True):
+                    scores, cost, fingerprint = await _scores(server, model, example, fields.orders)
+                    spent.add(cost)
+                    examples += ((scores[name], option) for name, option in options.items())
+            t = await asyncio.to_thread(temperature.fitted, examples)
+            temperature.keep(fingerprint, t, len(examples))
+            losses = {"before": temperature.loss(examples, 1.0), "after": temperature.loss(examples, t)}
+            found = {"model": model.name, "temperature": t, "examples": len(examples), "loss_nats": losses}
+            return {**found, "usage": spent.body()}
+
+        return await _answered(request, work(), ignored)
+
+    about = (
+        "Answer typed questions (choice, score, noul) about a state by the model's probabilities, without writing text"
+    )
+    described = body_of(SystemOneFields, "model", "answers", "usage")
+    post(router, "/v1/systemone", refusing(EVENTS, decide), about, described)
+    about = "Fit the temperature of a model's decisions to answers that are right, and keep it"
+    post(router, "/v1/systemone/fit", refusing(EVENTS, fit), about, body_of(FitFields, "model", "temperature", "usage"))
+    return router
+
+
+async def _model(server: Server, fields: RequestBody) -> ServedModel:
+    if fields.stream:
+        raise UnsupportedError("decisions come in one piece: there is nothing to stream", param="stream")
+    model = await server.models.find(fields.model)
+    if model.embeds or model.ranks:
+        raise CannotDecideError(
+            f"{model.name} {'embeds' if model.embeds else 'ranks'} texts: it has no next token to read a decision from",
+            hint="name a chat model",
+            param="model",
+        )
+    return model
+
+
+def _right(i: int, example: _Example) -> dict[str, int]:
+    """Which option of each question is right. Raises RequestError."""
+    found = {}
+    for name, answer in example.answers.items():
+        if name not in example.questions:
+            raise RequestError(f"examples.{i}.answers: there is no question {name[:80]!r}", param="examples")
+        found[name] = example.questions[name].right(answer)
+    if not found:
+        raise RequestError(f"examples.{i}.answers is empty: which answers are right?", param="examples")
+    return found
+
+
+async def _answered(request: Request, work: Coroutine[Any, Any, Mapping[str, Any]], ignored: Sequence[str]) -> Response:
+    found = await unless_gone(request.receive, work)
+    if found is None:
+        return Response(status_code=499)
+    return JSONResponse(found, headers={**request_id(), **ignored_header(ignored)})
+
+
+async def _scores(
+    server: Server, model: ServedModel, asked: SystemOneFields | _Example, orders: int
+) -> tuple[dict[str, list[float]], Spent, str]:
+    """What the model thinks of each question's options, as log-odds; what that cost, and the model's fingerprint."""
+    shown = [(name, order) for name, q in asked.questions.items() for order in q.orders(orders)]
+    if len(shown) > _MOST_FORKS:
+        raise RequestError(f"{len(shown)} questions and orders; {_MOST_FORKS} are answered at once", param="questions")
+
+    def texts(labels: Sequence[str]) -> list[str]:
+        return [asked.questions[name].text(order, labels) for name, order in shown]
+
+    generation = Generation(ignore_eos=True, tenant=caller().name, salt=salt_of(""))
+
+    async def forked() -> tuple[list[list[float]], Spent, str]:
+        engine = await model.engine()
+        if asked.images and not engine.info.vision:
+            raise CannotDecideError(f"{model.name} reads text only, not images", param="images")
+
+        async def render(text: str) -> GenerationJob:
+            content = _ASK.format(state=as_text(asked.state)) + text + _CHOOSE
+            # Each by itself: the images are asked about, though an answer has begun behind them.
+            said = normalise([{"role": "user", "content": content, "images": asked.images}])
+            said += normalise([{"role": "assistant", "content": BEGUN}])
+            options = ResponseOptions(effort="none")
+            return await server.job(ChatRequest(said, generation, options), model, engine)
+
+        found, spent = await Forks(engine, render, generation).log_probabilities(texts, [len(o) for _, o in shown])
+        return found, spent, engine.info.fingerprint
+
+    try:
+        told, spent, fingerprint = await forked()
+    except WorkerDiedError:
+        told, spent, fingerprint = await forked()
+    sums = {name: [0.0] * len(q.options()) for name, q in asked.questions.items()}
+    for (name, order), found in zip(shown, told, strict=True):
+        whole = math.log(sum(map(math.exp, found)))
+        for option, p in zip(order, found, strict=True):
+            # The mean of logarithms: what a place adds to whatever stands in it cancels over a full turn (Zheng et al.,
+            # "LLMs are not robust multiple choice selectors", ICLR 2024).
+            sums[name][option] += p - whole
+    counts = Counter(name for name, _ in shown)
+    return {name: [s / counts[name] for s in scores] for name, scores in sums.items()}, spent, fingerprint
