@@ -66,6 +66,15 @@ def recipes_for(
     return [best, _mlx(device, host)] if first == "metal" else [best]
 
 
+def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
+    """`recipe` for `host.version`, a release of llama-cpp-python that is not the installed one: beside all others, by a name that
+    says it."""
+    made = _RECIPES[recipe.backend](device, host) if recipe.name == "own" else recipe
+    others = tuple(of_release(other, device, host) for other in made.otherwise)
+    because = f"llama-cpp-python {host.version} was asked for; {made.because}"
+    return replace(made, name=f"{made.name}-{host.version}", because=because, otherwise=others)
+
+
 def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     """`recipe` with llama.cpp's RPC in it, which ready-made wheels lack: it is compiled here. Raises SetupError where
     that takes more than a C++ compiler and its recipe does not compile."""

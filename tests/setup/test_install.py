@@ -428,3 +428,16 @@ def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for
     assert (builds.named("cpu").title == "a build") == taken
     assert builds.chosen() == "cpu"
     assert any("--keep" in sentence for sentence in said) == (not taken)
+
+
+@pytest.mark.parametrize(("now", "taken"), [(0.01, False), pytest.param(0.0, True, marks=pytest.mark.long)])
+def test_another_release_is_held_against_what_runs_on_the_processor_too(
+    now: float, taken: bool, tiny_model: Path
+) -> None:
+    other, said = replace(HOST, version="0.3.99"), list[str]()
+    recipe = replace(CPU, name="cpu-0.3.99")
+    name = chain.settle(recipe, other, tiny_model, said.append, run=installer(turns_take(now)))
+    assert name == ("cpu-0.3.99" if taken else builds.OWN)
+    assert builds.chosen() == name
+    assert [build.version for build in builds.listed()] == (["0.3.99"] if taken else [])
+    assert any("each 5 times" in sentence for sentence in said)

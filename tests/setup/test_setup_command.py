@@ -24,6 +24,9 @@ RUNNER = CliRunner()
         (["--list", "--dry-run"], 2),
         (["--dry-run", "--device", "no such machine"], 3),
         (["--dry-run", "--device", "M4 Max 128GB", "--backend", "cuda"], 6),
+        (["--engine", "newest"], 2),
+        (["--engine", "0.3.36; rm"], 2),
+        (["--engine", "0.33.0", "--backend", "mlx"], 2),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_changed(arguments: list[str], exit_code: int) -> None:
@@ -39,6 +42,17 @@ def test_a_named_machine_is_told_what_would_be_done_there() -> None:
     assert result.exit_code == 0
     assert "120a-real" in result.output
     assert builds.listed() == []
+
+
+@pytest.mark.parametrize("machine", ["rtx 5090", "rtx 3060", "M4 Max 128GB", "Strix Halo 128GB", "8GB laptop"])
+def test_another_release_is_made_beside_the_builds_that_are_there(machine: str) -> None:
+    """Also where the installed one is right as it is: its name and every step of it name the release."""
+    result = RUNNER.invoke(app, ["setup", "--dry-run", "--engine", "0.3.99", "--device", machine])
+    assert result.exit_code == 0
+    assert "llama-cpp-python 0.3.99 was asked for" in result.output
+    steps = [line for line in result.output.splitlines() if "$ " in line]
+    assert any("llama-cpp-python==0.3.99" in line for line in steps)
+    assert not any("llama-cpp-python==0.3.3" in line for line in steps)
 
 
 def test_here_nothing_is_built_and_the_list_shows_what_runs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +30,10 @@ def setup(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the new build even where it is slower than the one before.")
     ] = False,
+    engine: Annotated[
+        str,
+        typer.Option("--engine", metavar="VERSION", help="Another release of llama-cpp-python, kept if no slower."),
+    ] = "",
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="With --dry-run: another machine, as you would type it.")
     ] = "",
@@ -36,11 +41,12 @@ def setup(
     """Build llama.cpp for this machine's accelerator, try it, and use it; on a Mac install MLX too.
 
     A build stands beside the one that came with localllm, which stays as it is. Each new one must list its device and
-    compute ten tokens as the processor does, else it is taken back.
+    compute ten tokens as the processor does, else it is taken back. Another release (--engine) is taken back, too, where it is
+    more than 3 % slower than what runs.
     """
     from localllm.errors import UsageError
     from localllm.setup import builds
-    from localllm.setup.recipes import BACKENDS, with_rpc
+    from localllm.setup.recipes import BACKENDS
 
     if sum([dry_run, list_, bool(use), bool(remove)]) > 1:
         raise UsageError("--dry-run, --list, --use and --remove are four different things", hint="give one of them")
@@ -50,6 +56,8 @@ def setup(
         )
     if device and not dry_run:
         raise UsageError("--device simulates a machine: nothing can be built for it here", hint="add --dry-run")
+    if engine:
+        _check_release(engine, backend)
     if list_:
         print("\n".join(_listed()))
     elif use:
@@ -59,14 +67,39 @@ def setup(
         builds.remove(remove)
         print(f"{remove} is removed; {builds.chosen()} runs")
     else:
-        machine, host = _machine(device)
-        recipes = recipes_of(machine, host, backend)
-        if rpc:
-            recipes = [with_rpc(recipe, host) for recipe in recipes if not recipe.into_environment]
+        machine, host, recipes = _wanted(device, engine, backend, rpc=rpc)
         if dry_run:
             print("\n".join(lines(machine, recipes)))
         else:
             _do(machine, recipes, host, again=again, keep=keep)
+
+
+def _wanted(device: str, engine: str, backend: str, *, rpc: bool) -> tuple[Device, BuildHost, list[BuildRecipe]]:
+    """The machine, what it has to build with, and the recipes that were asked for."""
+    from dataclasses import replace
+
+    from localllm.setup.recipes import of_release, with_rpc
+
+    machine, host = _machine(device)
+    host = replace(host, version=engine or host.version)
+    recipes = recipes_of(machine, host, backend)
+    if engine:
+        recipes = [of_release(recipe, machine, host) for recipe in recipes if not recipe.into_environment]
+    if rpc:
+        recipes = [with_rpc(recipe, host) for recipe in recipes if not recipe.into_environment]
+    return machine, host, recipes
+
+
+def _check_release(engine: str, backend: str) -> None:
+    from localllm.errors import UsageError
+
+    if not re.fullmatch(r"\d+(\.\d+){1,3}", engine):
+        raise UsageError(f"--engine {engine}: not a release", hint="as llama-cpp-python numbers them: --engine 0.3.36")
+    if backend == "mlx":
+        raise UsageError(
+            "--engine is for llama.cpp: MLX lies in localllm's own environment",
+            hint="docs/engines.md has the command that tries another MLX in an environment of its own",
+        )
 
 
 def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
