@@ -1,0 +1,106 @@
+"""What a newcomer reads: short sentences, the field's words, every page found, every setting real, every figure the program's."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+from typer.testing import CliRunner
+
+from localllm import paths
+from localllm.cli.all_commands import app
+from localllm.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+PAGES = [README, ROOT / "docs" / "index.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
+LINK = re.compile(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)")
+
+
+def sentences(page: Path) -> Iterator[str]:
+    """The sentences of running text and of lists; tables, headings and code are no prose."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", text):
+        if paragraph.lstrip().startswith(("#", "|")):
+            continue
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", paragraph))
+        yield from (s for s in re.split(r"(?<=[.!?])\s+", plain.replace("\n", " ")) if re.search(r"\w", s))
+
+
+def n_words(sentence: str) -> int:
+    return len(re.findall(r"[\w'’-]+", sentence))
+
+
+@pytest.mark.parametrize("page", [README, *GUIDES], ids=lambda page: page.name)
+def test_a_guide_is_read_once(page: Path) -> None:
+    """Bars: half of its sentences have 18 words at most, none more than 40."""
+    counted = {sentence: n_words(sentence) for sentence in sentences(page)}
+    assert counted
+    assert [sentence for sentence, n in counted.items() if n > 40] == []
+    assert median(counted.values()) <= 18
+
+
+def not_said() -> dict[str, str]:
+    """The glossary's table of words that are not used, with what is said in their place."""
+    table = (ROOT / "docs" / "glossary.md").read_text("utf-8").partition("## Not said")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {banned: said for banned, said in rows if banned not in ("not", "---")}
+
+
+@pytest.mark.parametrize("page", [README, *GUIDES], ids=lambda page: page.name)
+def test_the_fields_words_are_used(page: Path) -> None:
+    text = " ".join(sentences(page))
+    assert len(not_said()) > 10
+    assert [word for word in not_said() if re.search(rf"\b{word}\b", text, re.I)] == []
+
+
+def test_every_page_is_two_links_away() -> None:
+    """From README by one page in between, and README itself is short."""
+    assert len(README.read_text("utf-8").splitlines()) <= 90
+
+    def linked(page: Path) -> set[Path]:
+        return {(page.parent / name).resolve() for name in LINK.findall(page.read_text("utf-8"))}
+
+    first = {page for page in linked(README) if page.is_file()}
+    second = set().union(*(linked(page) for page in first))
+    assert set(GUIDES) <= first
+    assert {page for page in PAGES if page.name != "README.md"} <= first | second
+
+
+def settings_shown() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), flags=re.S)):
+            # Files of the catalog and of a package are others than config.toml.
+            if not block.startswith(("[[models]]", "[project")):
+                yield f"{page.name} {number}", block
+
+
+@pytest.mark.parametrize(("where", "block"), [*settings_shown()], ids=lambda part: part if len(part) < 40 else "")
+def test_settings_that_are_shown_are_understood(where: str, block: str) -> None:
+    # A hash of one's own stands there as dots.
+    text = block.replace('"…"', f'"{"0" * 64}"')
+    tomllib.loads(text)
+    paths.config_dir().mkdir(parents=True, exist_ok=True)
+    (paths.config_dir() / "config.toml").write_text(text, encoding="utf-8")
+    assert Settings()["port"].automatic  # read without a word, and nothing set that is not shown
+
+
+def test_the_table_of_machines_is_what_the_program_says() -> None:
+    """docs/guide/how-it-works.md: `localllm recommend --device NAME -m qwen3-8b:Q4_K_M`."""
+    page = (ROOT / "docs" / "guide" / "how-it-works.md").read_text("utf-8")
+    row = re.compile(r"^\| (.+?) \| ([\d,]+) GB/s \| (\d+) tok/s \((\d+)–(\d+)\) \| ([\d,]+) tok/s \|$", re.M)
+    rows = row.findall(page)
+    assert len(rows) == 4
+    for name, bandwidth, *said in rows:
+        result = CliRunner().invoke(app, ["recommend", "--device", name, "-m", "qwen3-8b:Q4_K_M", "--json"])
+        answer = json.loads(result.stdout)
+        decode, prefill = (answer["plans"][0][key] for key in ("decode_tok_s", "prefill_tok_s"))
+        now = [round(decode[key]) for key in ("value", "low", "high")]
+        assert f"{answer['device']['bandwidth_gbps']['value']:,.0f}" == bandwidth
+        assert [int(text.replace(",", "")) for text in said] == [*now, float(f"{prefill['value']:.3g}")], name
