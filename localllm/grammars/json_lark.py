@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from localllm.grammars.schema_words import empty, other_texts
+from localllm.grammars.members import OBJECT, all_taken, as_name, both_of, kinds_of, merged, name_matches, overlap
+from localllm.grammars.schema_words import empty
 from localllm.grammars.translator import IN_ORDER, INERT, LARGEST, NAMED
 from localllm.grammars.values import picked, without_endless
 
 # Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
 # window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
-SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+SPACE = r"( |\n{1,2}[ \t]{0,64})?"
 # As many digits as llama.cpp's grammars have; ids of others are longer (LARGEST in translator.py).
 _NUMBER = r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"
 _TERMINALS: Mapping[str, str] = {
@@ -51,7 +52,6 @@ _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _SCALARS = (str, int, float, bool, type(None))
 ANY_ORDER = "x-any-order"
 """In a schema within Lark: members of its objects come as the model orders them."""
-_OBJECT = {"type", "properties", "required", "additionalProperties", "patternProperties", IN_ORDER}
 _ARRAY = {"type", "items", "minItems", "maxItems"}
 _KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
@@ -94,27 +94,27 @@ class JsonRules:
         if "allOf" in words and (kept := picked(schema, self._leads)) != schema:
             return self._plain(kept)
         if words & {"allOf", "anyOf", "$ref"}:
-            ways = self._ways(schema)
-            if ways is None or not all(way.get("type") == "object" for way in ways):
+            ways = self._of_one_type(schema)
+            if ways is None:
                 return None
             found: list[str] = []
 
             def lark() -> str:
-                found.append(self._any_of(ways) or self._terminal("never"))
+                found.append(self._any_of(ways) or "")
                 return found[0]
 
             # A rule, since a part of it may lead back to the whole.
             name = self._rule(json.dumps(schema), self._new_name(), lark)
-            return self.never if found == [self.never] else name
+            return self.never if found == [self.never] else name if found != [""] else None
         if words & {"enum", "const"} and words <= {"enum", "const", "type"}:
             return self._listed(schema)
         kind = schema.get("type")
-        if kind is None and words <= _OBJECT:
+        if kind is None and words <= OBJECT:
             others = [{"type": other} for other in ("string", "number", "boolean", "null", "array")]
             return self._any_of([*others, {**schema, "type": "object"}])
         if isinstance(kind, list):
             return self._any_of([_speaking_of(schema, one) for one in kind])
-        if kind == "object" and words <= _OBJECT:
+        if kind == "object" and words <= OBJECT:
             return self._object(schema)
         if kind == "array" and words <= _ARRAY and (schema.get("maxItems") or 0) <= _MOST_ITEMS:
             return self._array(schema)
@@ -192,42 +192,42 @@ class JsonRules:
         return name
 
     def _ways(self, schema: Any, depth: int = 0) -> list[dict[str, Any]] | None:
-        """`schema` as alternatives that are objects' own words alone; None where it is more than that."""
+        """`schema` as alternatives that are objects' own words alone, or of other types; None where it is more than that."""
         if isinstance(schema, bool):
             return [{}] if schema else []
-        if depth > _MOST_NESTED or not set(schema) <= (_OBJECT - {"patternProperties"}) | {"allOf", "anyOf", "$ref"}:
+        if "object" not in kinds_of(schema):
+            return [schema]
+        if depth > _MOST_NESTED or not set(schema) <= OBJECT | {"allOf", "anyOf", "$ref"}:
             return None
-        parts: list[list[dict[str, Any]]] = []
+        own = {word: said for word, said in schema.items() if word in OBJECT}
+        parts: list[list[dict[str, Any]] | None] = []
         for word, said in schema.items():
-            found: list[dict[str, Any]] | None
             if word == "anyOf":
                 inner = [self._ways(way, depth + 1) for way in said]
-                found = None if None in inner else [way for some in inner for way in some or ()]
+                parts.append(None if None in inner else [way for some in inner for way in some or ()])
             elif word == "$ref":
-                found = self._ways(self._leads(said), depth + 1)
+                parts.append(self._ways(self._leads(said), depth + 1))
             elif word == "allOf":
-                for part in said:
-                    found = self._ways(part, depth + 1)
-                    if found is None:
-                        return None
-                    parts.append(found)
-                continue
-            else:
-                own = {w: v for w, v in schema.items() if w in _OBJECT}
-                found = [own] if word == next(iter(own)) else [{}]
-                if isinstance(schema.get("type"), list):
-                    if "object" not in schema["type"]:
-                        return None
-                    found = [{w: v for w, v in way.items() if w != "type"} for way in found]
-            if found is None:
-                return None
-            parts.append(found)
+                parts += [self._ways(part, depth + 1) for part in said]
+            elif word == next(iter(own)):
+                parts.append([own])
         ways: list[dict[str, Any]] = [{}]
-        for part_ways in parts:
-            ways = [both for one in ways for other in part_ways if (both := _merged(one, other)) is not None]
+        for some in parts:
+            if some is None:
+                return None
+            ways = [both for one in ways for other in some if (both := merged(one, other)) is not None]
+            ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
             if len(ways) > _MOST_WAYS:
                 return None
         return ways
+
+    def _of_one_type(self, schema: Any) -> list[dict[str, Any]] | None:
+        """`_ways` of one type each; None where one of them says more of another type than its name."""
+        ways = self._ways(schema)
+        if ways is None or any(set(way) - OBJECT for way in ways):
+            return None
+        found = [{**(way if kind == "object" else {}), "type": kind} for way in ways for kind in kinds_of(way)]
+        return [way for i, way in enumerate(found) if way not in found[:i]]
 
     def _other(self, schema: Any) -> str:
         """A rule that is a schema of llguidance's, with what it refers to."""
@@ -235,16 +235,13 @@ class JsonRules:
         whole = {"allOf": [schema]} if isinstance(schema, bool) else dict(schema)
         whole = {**whole, **({"$defs": needed} if needed else {})}
         said = json.dumps(whole)
-        whole = _ending(
-            whole, finest=not any(f'"{word}"' in said for word in ("multipleOf", "enum", "const", "integer"))
-        )
-        whole = {"x-guidance": {"whitespace_pattern": SPACE}, **whole}
-        text = json.dumps(whole)
-        if (
-            text not in self._named
-            and time.monotonic() < self._until
-            and empty({w: v for w, v in whole.items() if w != "x-guidance"})
-        ):
+        exact = any(f'"{word}"' in said for word in ("multipleOf", "enum", "const", "integer"))
+        for finest in (False,) if exact else (True, False):  # some bounds leave no number with so many digits
+            ending = _ending(whole, finest=finest)
+            text = json.dumps({"x-guidance": {"whitespace_pattern": SPACE}, **ending})
+            if text in self._named or time.monotonic() > self._until or not empty(ending):
+                break
+        else:
             self._named[text] = self.never
         return self._rule(text, self._new_name(), lambda: f"%json {text}")
 
@@ -264,15 +261,15 @@ class JsonRules:
         t = self._terminal
         named: Mapping[str, Any] = schema.get("properties", {})
         patterns: Mapping[str, Any] = schema.get("patternProperties", {})
-        if not all(map(_as_name, patterns)) or any(_overlap(*pair) for pair in combinations(patterns, 2)):
+        if not all(map(as_name, patterns)) or any(overlap(*pair) for pair in combinations(patterns, 2)):
             return None
-        for pattern, described in patterns.items():
-            named = {n: _both(said, described) if _matches(pattern, n) else said for n, said in named.items()}
-        required = [name for name in schema.get("required", ()) if name in named]
         extra = schema.get("additionalProperties", True)
-        missing = [name for name in schema.get("required", ()) if name not in named]
-        named = {**named, **dict.fromkeys(missing, extra)}
-        required += missing
+        required = schema.get("required", ())
+        for name in required:
+            if name not in named:
+                named = {**named, name: True if any(name_matches(p, name) for p in patterns) else extra}
+        for pattern, described in patterns.items():
+            named = {n: both_of(said, described) if name_matches(pattern, n) else said for n, said in named.items()}
         members: list[tuple[str, bool]] = []
         for name, described in named.items():
             value = self._value(described)
@@ -286,8 +283,8 @@ class JsonRules:
         others = [] if value == self.never else [f"{self._other_name(list(named), patterns)} {t('colon')} {value}"]
         for pattern, described in patterns.items():
             value = self._value(described)
-            taken = [name for name in named if _matches(pattern, name)]
-            if value != self.never and not (taken and _all_taken(pattern, taken)):
+            taken = [name for name in named if name_matches(pattern, name)]
+            if value != self.never and not (taken and all_taken(pattern, taken)):
                 others.append(f"{self._name_like(pattern, taken)} {t('colon')} {value}")
         other = " | ".join(others)
         if not members and not other:
@@ -301,14 +298,14 @@ class JsonRules:
     def _other_name(self, names: Sequence[str], patterns: Mapping[str, Any]) -> str:
         """The terminal of a member's name that is none of `names`, and like none of `patterns`."""
         string = self._terminal("string")
-        taken = " | ".join([*map(_quoted, names), *(f"/{_as_name(pattern)}/" for pattern in patterns)])
+        taken = " | ".join([*map(_quoted, names), *(f"/{as_name(pattern)}/" for pattern in patterns)])
         if not taken:
             return string
         return self._rule(f"not {taken}", self._new_name().upper(), lambda: f"{string} & ~({taken})")
 
     def _name_like(self, pattern: str, names: Sequence[str]) -> str:
         """The terminal of a member's name that is like `pattern`, and none of `names`."""
-        key = f"{self._terminal('name')} & /{_as_name(pattern)}/"
+        key = f"{self._terminal('name')} & /{as_name(pattern)}/"
         lark = f"{key} & ~({' | '.join(map(_quoted, names))})" if names else key
         return self._rule(lark, self._new_name().upper(), lambda: lark)
 
@@ -348,71 +345,9 @@ class JsonRules:
         return f"{base}_f0"
 
 
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What both say of an object; None where it can't be one."""
-    kinds = {schema["type"] for schema in (one, other) if "type" in schema}
-    if "object" in kinds and len(kinds) > 1:
-        return None
-    out: dict[str, Any] = {"type": min(kinds)} if kinds else {}
-    named: dict[str, Any] = {}
-    for mine, theirs in ((one, other), (other, one)):
-        for name, described in mine.get("properties", {}).items():
-            there = theirs.get("properties", {})
-            beside = there[name] if name in there else theirs.get("additionalProperties", True)
-            if name not in named:
-                named[name] = described if beside is True else beside if described is True else _both(described, beside)
-    extra = _both(one.get("additionalProperties", True), other.get("additionalProperties", True))
-    if named:
-        out["properties"] = named
-    if required := list(dict.fromkeys([*one.get("required", ()), *other.get("required", ())])):
-        out["required"] = required
-    if extra is not True:
-        out["additionalProperties"] = extra
-    return {**out, IN_ORDER: True} if one.get(IN_ORDER) or other.get(IN_ORDER) else out
-
-
-def _both(one: Any, other: Any) -> Any:
-    if one is False or other is False:
-        return False
-    if one is True or other is True:
-        return other if one is True else one
-    parts: list[Any] = []  # each once, or one that leads to itself grows for ever
-    for schema in (one, other):
-        inner = schema["allOf"] if isinstance(schema, dict) and set(schema) == {"allOf"} else [schema]
-        parts += [part for part in inner if part not in parts]
-    return {"allOf": parts}
-
-
 def _quoted(value: Any) -> str:
     """The Lark of a plain value as JSON."""
     return _text(json.dumps(value, ensure_ascii=False))
-
-
-def _as_name(pattern: str) -> str | None:
-    """The expression of a name between its quotes that `pattern` is found in; None for one with ends of its own within."""
-    body = pattern.removeprefix("^")
-    body, end = (body[:-1], "") if body.endswith("$") and not body.endswith("\\$") else (body, "(?s:.*)")
-    if re.search(r"(?<!\\)(?<!\[)[\^$]|\\[bBAzZ]|\(\?", body) or "|" in re.sub(r"\(.*\)|\\.|\[[^]]*\]", "", body):
-        return None
-    body = _SLASH.sub(lambda found: found[1] or r"\/", body)
-    return f'"{"" if pattern.startswith("^") else "(?s:.*)"}(?:{body}){end}"'
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return True
-
-
-def _overlap(one: str, other: str) -> bool:
-    """True unless no name is like both."""
-    return not empty({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]})
-
-
-def _all_taken(pattern: str, names: Sequence[str]) -> bool:
-    """True where no other name than `names` is like `pattern`."""
-    return empty({"type": "string", "allOf": [{"pattern": pattern}, {"pattern": f"^{other_texts(names)}$"}]})
 
 
 def _text(said: str) -> str:
@@ -421,7 +356,7 @@ def _text(said: str) -> str:
 
 
 _WORDS_OF: Mapping[str, frozenset[str]] = {
-    "object": frozenset(_OBJECT), "array": frozenset(_ARRAY), "boolean": frozenset(), "null": frozenset(),
+    "object": frozenset(OBJECT), "array": frozenset(_ARRAY), "boolean": frozenset(), "null": frozenset(),
 }  # fmt: skip
 _ANY_WORDS = frozenset({"enum", "const", "anyOf", "allOf", "$ref"})
 
@@ -430,7 +365,7 @@ def _speaking_of(schema: Mapping[str, Any], kind: str) -> Any:
     """`schema` for one of its types, without words that say nothing of it."""
     words = _WORDS_OF.get(kind)
     if words is None:
-        skipped = (_OBJECT | _ARRAY) - {"type"}
+        skipped = (OBJECT | _ARRAY) - {"type"}
         return {**{w: v for w, v in schema.items() if w not in skipped}, "type": kind}
     object_words = {"patternProperties", "minProperties", "maxProperties", "prefixItems"}
     return {**{w: v for w, v in schema.items() if w in words | _ANY_WORDS | object_words}, "type": kind}

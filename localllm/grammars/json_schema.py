@@ -15,7 +15,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedError
 from localllm.grammars.json_lark import ANY_ORDER, JsonRules
-from localllm.grammars.schema_words import holds
+from localllm.grammars.schema_words import holds, made_of
 from localllm.grammars.translator import BOUNDS, INERT, Schema, Translator
 
 # Words whose value decides: tried without each, in this order, then without all of them up to each.
@@ -53,19 +53,36 @@ def schemas_in(lark: str) -> str:
         if found[1]:
             schema, at = json.JSONDecoder().raw_decode(lark, at)
             any_order = isinstance(schema, dict) and schema.get(ANY_ORDER) is True
-            kept = translated(schema)
-            writer = JsonRules(f"json{n}_", any_order=any_order)
-            try:
-                value, n = writer.value(kept), n + 1
-            except RecursionError as e:
-                raise UnsupportedError("the json_schema can't be enforced: it leads to itself too often") from e
-            if value == writer.never:
-                why = holds(kept)
-                why = why if "Unsatisfiable" in why else "nothing matches it, or nothing that ends"
-                raise UnsupportedError(f"the json_schema can't be enforced: {why}")
+            value, more = _rules(translated(schema), f"json{n}_", any_order=any_order)
             parts.append(value)
-            rules += writer.rules
+            rules += more
+            n += 1
     return "".join([*parts, lark[at:], *([chr(10)] if rules else []), *(f"{rule}\n" for rule in rules)])
+
+
+def _rules(kept: Schema, prefix: str, *, any_order: bool = False) -> tuple[str, list[str]]:
+    """The Lark of a value, and its rules. Raises UnsupportedError."""
+    writer = JsonRules(prefix, any_order=any_order)
+    try:
+        value = writer.value(kept)
+    except RecursionError as e:
+        raise UnsupportedError("the json_schema can't be enforced: it leads to itself too often") from e
+    if value == writer.never:
+        why = holds(kept)
+        why = why if "Unsatisfiable" in why else "nothing matches it, or nothing that ends"
+        raise UnsupportedError(f"the json_schema can't be enforced: {why}")
+    return value, writer.rules
+
+
+def _why_not(kept: Schema) -> str:
+    """Why the engine can't keep a translated schema; empty where it can."""
+    from llguidance import LLMatcher
+
+    try:
+        value, rules = _rules(kept, "json_")
+    except UnsupportedError as e:
+        return str(e)
+    return made_of(LLMatcher.grammar_from_lark("\n".join([f"start: {value}", *rules])))
 
 
 def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
@@ -96,7 +113,7 @@ def _translated(text: str) -> tuple[Schema, tuple[str, ...]]:
 def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
     result, words = _translated(text)
     found = set(words)
-    if holds(result):
+    if _why_not(result):
         result = _without_what_breaks(result, found)
     return result, tuple(sorted(found))
 
@@ -111,13 +128,13 @@ def _without_what_breaks(schema: Schema, found: set[str]) -> Schema:
     properties = schema.get("properties")
     if isinstance(properties, dict) and "$defs" not in schema:  # one that breaks costs the others nothing
         for name, inner in properties.items():
-            if holds(inner):
+            if _why_not(inner):
                 fewer = _fewer_words(inner, found, until)
                 properties = {**properties, name: True if fewer is None else fewer}
                 if fewer is None:
                     found.add(name)
         schema = {**schema, "properties": properties}
-        if not holds(schema):
+        if not _why_not(schema):
             return schema
     fewer = _fewer_words(schema, found, until)
     if fewer is None:
@@ -132,7 +149,7 @@ def _fewer_words(schema: Schema, found: set[str], until: float) -> Schema | None
         rest: Schema = _without(schema, some, more)
         if time.monotonic() > until:
             return None
-        if more and not holds(rest):
+        if more and not _why_not(rest):
             found |= more
             return rest
     return None

@@ -20,17 +20,22 @@ _FUEL, _SIZE = 2_000_000, 100_000
 
 
 def holds(schema: Any) -> str:
-    """Why no grammar of `schema` can be made, in one line; empty where one can. Which vocabulary it is for makes no
+    """Why llguidance can make no grammar of `schema`, in one line; empty where it can."""
+    from llguidance import LLMatcher
+
+    said = json.dumps({"allOf": [schema]} if isinstance(schema, bool) else schema)
+    try:
+        return made_of(LLMatcher.grammar_from_json_schema(said))
+    except ValueError as e:
+        return str(e)
+
+
+def made_of(grammar: str) -> str:
+    """Why no matcher can be made of `grammar`, in one line; empty where one can. Which vocabulary it is for makes no
     difference."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_SIZE, verbose_errors=False)
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(
-            json.dumps({"allOf": [schema]} if isinstance(schema, bool) else schema)
-        )
-    except ValueError as e:
-        return str(e)
     said = LLMatcher.validate_grammar(grammar, None, limits=limits).strip()
     return said.splitlines()[0] if said else ""
 

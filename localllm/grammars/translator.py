@@ -25,7 +25,7 @@ NAMED = frozenset({"properties", "patternProperties", "$defs"})
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 # Those of the specification's others that an expression can hold, if not to the letter.
 _TOKEN = r"(?:~[01]|[^~/])*"
-_CLASS = r"\[\^?(?:a-z|A-Z|0-9|[\w .,:;@#%&=+*?(){}|<>!~$'/]|\\[\w.*+?^$|()\[\]{}/\\-])+-?\]"
+_CLASS = r"\[\^?(?:a-z|A-Z|0-9|[\w .,:;@#%&=+*?(){}|<>!~$'\"`/]|\\[\w.*+?^$|()\[\]{}/\\-])+-?\]"
 _PLAIN = r"[^\\\[\](){}*+?|^$]|\\[dDwWsS.*+?^$|()\[\]{}/\\-]"
 _TIMES = r"(?:[*+?]|\{(?:[0-9]{1,3},?|[0-9],[1-9][0-9]{1,2})\})?\??"
 _ATOM = rf"(?:(?:{_PLAIN}|{_CLASS}){_TIMES}|[\^$|])"

@@ -46,15 +46,20 @@ def matches(schema: Any, value: Any, leads: Callable[[str], Any], depth: int = 0
     """Whether `value` matches; None where that can't be told."""
     if not isinstance(schema, dict) or depth > _MOST_NESTED:
         return None if isinstance(schema, dict) else bool(schema)
+    if isinstance(value, list) and "prefixItems" in schema:
+        return None
     found = [_word_holds(word, said, value, leads, depth + 1) for word, said in schema.items()]
+    if isinstance(value, dict) and {"additionalProperties", "patternProperties"} & set(schema):
+        named = schema.get("properties", {})
+        extra = None if "patternProperties" in schema else schema["additionalProperties"]
+        found += [matches(extra, inner, leads, depth + 1) for name, inner in value.items() if name not in named]
     return False if False in found else None if None in found else True
 
 
 def _word_holds(word: str, said: Any, value: Any, leads: Callable[[str], Any], depth: int) -> bool | None:
     kind = kind_of(value)
     if word in ("const", "enum"):
-        # To Python true is 1.
-        return any(one == value and kind_of(one) == kind for one in ([said] if word == "const" else said))
+        return any(_same(one, value) for one in ([said] if word == "const" else said))
     if word == "type":
         kinds = [said] if isinstance(said, str) else said
         return kind in kinds or (kind == "number" and "integer" in kinds and value == int(value))
@@ -71,6 +76,14 @@ def _word_holds(word: str, said: Any, value: Any, leads: Callable[[str], Any], d
         return good(size(value), said)
     if word == "required":
         return set(said) <= set(value)
+    if word in ("properties", "items"):
+        inside = (
+            [(said, v) for v in value] if word == "items" else [(said[k], v) for k, v in value.items() if k in said]
+        )
+        found = [matches(inner, v, leads, depth) for inner, v in inside]
+        return False if False in found else None if None in found else True
+    if word == "additionalProperties":
+        return True  # with the others' names, in `matches`
     if word == "pattern":
         try:
             return re.search(said, value, re.ASCII) is not None
@@ -87,6 +100,17 @@ def values_of(schema: Any, *, deep: bool = False) -> list[Any] | None:
         return [schema["const"]] if "const" in schema else list(schema["enum"])
     parts = (values_of(part, deep=True) for part in schema.get("allOf", ()) if deep)
     return next((values for values in parts if values is not None), None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are one to JSON Schema: 1.0 is 1, and true is not."""
+    if kind_of(one) != kind_of(other):
+        return False
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(inner, other[name]) for name, inner in one.items())
+    return bool(one == other)
 
 
 def kind_of(value: Any) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher
 
@@ -156,3 +157,44 @@ def test_what_nothing_matches_is_refused(schema: Any) -> None:
         matcher = of_schema(beside, any_order=True)
         assert allows(matcher, '{"a": 1}')
         assert not allows(matcher, '{"dead": 1}')
+
+
+def test_bounds_that_leave_one_number_and_deep_indentation() -> None:
+    one = of_schema(
+        {"type": "object", "properties": {"v": {"type": "number", "minimum": 1, "maximum": 1}}, "required": ["v"]}
+    )
+    assert allows(one, '{"v": 1}')
+    assert not allows(one, '{"v": 2}')
+    deep: Any = 1
+    for _ in range(14):
+        deep = {"a": [deep]}
+    assert allows(of_schema({"type": "object"}), json.dumps(deep, indent=2))
+
+
+def test_parts_of_one_object_come_in_any_order_together() -> None:
+    """Named in one, like a pattern in another, of no type in a third."""
+    schema = {
+        "$defs": {"base": {"properties": {"t": {"type": "integer"}}, "patternProperties": {"^x-": {"type": "string"}}}},
+        "type": ["object", "null"],
+        "allOf": [{"$ref": "#/$defs/base"}, {"anyOf": [{"required": ["a"]}, {"required": ["t"], "type": "object"}]}],
+        "properties": {"a": {"type": "boolean"}, "x-b": {"maxLength": 1}},
+        "patternProperties": {"^[^x].{1,300}": {"type": "null"}},
+    }
+    matcher, validator = of_schema(schema, any_order=True), jsonschema.Draft202012Validator(schema)
+    parts = ['"a": true', '"t": 1', '"x-b": "q"', '"x-b": "qq"', '"x-c": "qq"', '"x-c": 1', '"zz": null', '"zz": 1']
+    for text in [
+        "null",
+        "1",
+        *("{" + ", ".join(some) + "}" for n in (1, 2, 3) for some in itertools.permutations(parts, n)),
+    ]:
+        try:
+            value = json.loads(text, object_pairs_hook=_once)
+        except KeyError:
+            continue
+        assert allows(matcher, text) == validator.is_valid(value), text
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise KeyError
+    return dict(pairs)
