@@ -1,4 +1,4 @@
-"""What each purpose asks of a machine: context, prompt, the speed that is needed and the speed that feels good."""
+"""What each purpose asks of a machine, and the one sum of points by which plans are compared for it."""
 
 from __future__ import annotations
 
@@ -74,6 +74,8 @@ def unsuited(model: Model, workload: Workload) -> str | None:
 # Points that every doubling of the wait for a prompt beyond what feels good costs, and of the wait for thoughts: those are
 # tokens like the answer's, and too few a second cost the same (`plan.score`).
 _PROMPT_DOUBLED, _THOUGHTS_DOUBLED = 3.0, 5.0
+# Thoughts of more than this times what feels good are waited for by nobody who has a choice: a doubling costs twice as much.
+_LONG_THOUGHTS = 2.0
 
 
 def thinking_tokens(model: Model, need: Need) -> int:
@@ -90,17 +92,55 @@ def answer_s(plan: Plan, need: Need) -> float:
     return wait + thinking_tokens(plan.model, need) / plan.decode_tok_s.value
 
 
+def prompt_lost(plan: Plan, need: Need) -> float:
+    """What waiting for the prompt costs on the quality index, against what feels good."""
+    prompt_s = (plan.ttft_cached_s or plan.ttft_s).value
+    return _PROMPT_DOUBLED * math.log2(max(1.0, prompt_s / need.ttft_good_s))
+
+
 def points_lost(plan: Plan, need: Need) -> float:
     """What waiting costs on the quality index: for the prompt and for the thoughts, each against what feels good."""
-    prompt_s = (plan.ttft_cached_s or plan.ttft_s).value
-    thoughts_s = answer_s(plan, need) - prompt_s
-    lost = _PROMPT_DOUBLED * math.log2(max(1.0, prompt_s / need.ttft_good_s))
-    return lost + _THOUGHTS_DOUBLED * math.log2(max(1.0, thoughts_s / need.thinking_good_s))
+    share = thinking_tokens(plan.model, need) / plan.decode_tok_s.value / need.thinking_good_s
+    doubled = math.log2(max(1.0, share)) + math.log2(max(1.0, share / _LONG_THOUGHTS))
+    return prompt_lost(plan, need) + _THOUGHTS_DOUBLED * doubled
 
 
-def thinks_long(plan: Plan, need: Need) -> bool:
-    """True where the thoughts before an answer take more than twice what feels good."""
-    return thinking_tokens(plan.model, need) / plan.decode_tok_s.value > 2 * need.thinking_good_s
+# Points that being tight, and lying in two memories, take off a plan's rank.
+_TIGHT_COST, SPLIT_COST = 2.0, 1.0
+# Every card beside the first, since another model could have it; and what is tight on some of several.
+_CARD_COST = 0.25
+# Points taken off per point of uncertainty beyond a measured model's: an unrated newcomer does not outrank known ones.
+_DOUBT = 1.25
+_KNOWN_SPREAD = 1.5
+# Points that a halving of speed below what feels good takes, that a doubling beyond it brings, and the most it brings.
+_SLOW, _SPARE, _MOST_SPARE = 5.0, 0.25, 1.0
+# Share of its points that a file loses whose name and size are constructed: a listed one this near goes before it.
+_ESTIMATE_COST = 0.03
+
+
+def score(plan: Plan, need: Need) -> float:
+    """Points: quality, less 5 for every halving of speed below what feels good, plus a quarter of a point for every
+    doubling beyond it, 1 at most: who reads gains little, and the wait for thoughts is counted by itself.
+
+    Speed is that of the purpose's answers, with what the plan's own drafting brings to them. The wait for the answer,
+    thoughts included, is counted by `points_lost`; a plan that fits only tightly loses 2 (unless a card is to
+    spare), one split over two memories 1 more than its speed says, and every card but the first a quarter. Files that
+    nobody has listed lose 3 % of what is left.
+    """
+    points = plan.quality
+    points -= _DOUBT * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
+    rate = plan.decode_tok_s.value * (plan.drafting.value if plan.drafting is not None else 1.0)
+    doublings = math.log2(rate / need.good_tok_s)
+    points += _SLOW * doublings if doublings < 0 else min(_MOST_SPARE, _SPARE * doublings)
+    points -= points_lost(plan, need)
+    if plan.fits == "tight":
+        points -= _CARD_COST if plan.settings.placement.cards else _TIGHT_COST
+    if plan.fits == "split":
+        points -= SPLIT_COST
+    points -= _CARD_COST * max(0, len(plan.memory.cards_bytes) - 1)
+    if plan.variant.is_estimate:
+        points -= _ESTIMATE_COST * abs(points)
+    return round(points, 4)
 
 
 def too_long(plan: Plan, need: Need) -> bool:

@@ -121,9 +121,8 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
     return (*sorted(numbers, key=lambda chosen: (len(chosen), chosen)), ())
 
 
-def is_free(device: Device, settings: RunSettings, need: MemoryNeed) -> bool:
-    """True where every card that `settings` use has its part free now."""
-    device = places.used(device, settings.placement)
+def is_free(device: Device, need: MemoryNeed) -> bool:
+    """True where every card of `device` has its part free now."""
     if not need.cards_bytes or not device.cards:
         return need.total_bytes <= device.memory.available_bytes
     return all(b <= c.memory.available_bytes for b, c in zip(need.cards_bytes, device.cards, strict=True))

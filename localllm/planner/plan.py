@@ -5,9 +5,8 @@ The settings are made here and nowhere else, and travel whole: memory, speed, an
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
@@ -23,7 +22,7 @@ from localllm.planner import (
     quality,
     speed,
 )
-from localllm.planner.needs import Need
+from localllm.planner.needs import SPLIT_COST, Need, score
 from localllm.planner.placing import FREE, OffloadOptions
 from localllm.planner.projector import listed_bytes
 from localllm.planner.quality import KvPrecision
@@ -49,8 +48,6 @@ from localllm_catalog.types import Model, Variant
 
 # Tokens of one step on a processor at most: a prompt alone is read in such steps, beside others in shorter ones.
 CPU_BATCH = 512
-# Points that takes off a plan's rank.
-_TIGHT_COST = 2.0
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer by default.
 _SLOTS_PER_SEQUENCE_STATE = 4
 # Rows of logits a step may ask for: each sequence's own and its draft's, within what a step's buffer should cost.
@@ -60,13 +57,6 @@ _MOST_OUTPUTS = 64
 _PREFILL_PROMPT_TOKENS = 2048
 # An answer that is this much slower at most is the price of reading prompts in larger steps beside system memory.
 _AS_FAST = 0.97
-# Points taken off per point of uncertainty beyond a measured model's: an unrated newcomer does not outrank known ones.
-_DOUBT = 1.25
-_KNOWN_SPREAD = 1.5
-# Points that a halving of speed below what feels good takes, that a doubling beyond it brings, and the most it brings.
-_SLOW, _SPARE, _MOST_SPARE = 5.0, 0.25, 1.0
-# Share of its points that a file loses whose name and size are constructed: a listed one this near goes before it.
-_ESTIMATE_COST = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,80 +158,84 @@ def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
     if split:
         return "split"
     most = min(need.limit_bytes, device.memory.loadable_bytes)
-    if need.total_bytes > device.memory.available_bytes or need.total_bytes > TIGHT_SHARE * most:
+    if not placing.is_free(device, need) or need.total_bytes > TIGHT_SHARE * most:
         return "tight"
     return "yes"
 
 
 _Settled = tuple[RunSettings, MemoryNeed, Fits]
+_UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 
 
-def _settle(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, types: Sequence[str], offload: OffloadOptions
-) -> _Settled:
-    """`settings` as they fit: whole with the first of the KV `types` that does, on the cards that are fastest so; else split
-    over two memories, else not."""
-    kinds = tuple(k for k in types if memory.kv_type_allowed(model, k, backend_of(variant))) or ("f16",)
-    free = offload.tensor_split is None and settings.placement.split_mode == "layer"
-    choices = placing.choices(device) if free else ((),)
-    ways = [settings.placed(cards=chosen) if chosen else settings for chosen in choices]
-    found = [s for way in ways if (s := _whole(device, model, variant, way, kinds, offload)) is not None]
-    if found:
-        found = [s for s in found if placing.is_free(device, s[0], s[1])] or found
-        best = placing.fastest(device, model, variant, [s for s, _, _ in found])
-        settled = next(s for s in found if s[0] is best)
-        small = kinds[min(1, len(kinds) - 1)]
-        return _with_host(device, model, variant, settled, small, offload) if len(ways) > 1 else settled
-    if device.kind == "discrete" and device.host is not None and backend_of(variant).splits:
-        kind = kinds[min(1, len(kinds) - 1)]
-        divided = [placing.best_split(device, model, variant, way.with_kv_type(kind), offload) for way in ways]
-        best = placing.fastest(device, model, variant, [s for s in divided if s is not None])
-        if best is not None:
-            return best, memory.need(model, variant, best, device), "split"
-    tried = offload.over(settings.with_kv_type(kinds[0]))
-    return tried, memory.need(model, variant, tried, device), "no"
+def _whole(device: Device, model: Model, variant: Variant, settings: RunSettings, offload: OffloadOptions) -> _Settled:
+    """`settings` whole on their cards, and whether they fit there."""
+    used = places.used(device, settings.placement)
+    tried = placing.over_cards(used, model, variant, offload.over(settings))
+    need = memory.need(model, variant, tried, used)
+    return tried, need, verdict(used, need, split=tried.placement.is_split and device.kind == "discrete")
 
 
-def _with_host(
-    device: Device, model: Model, variant: Variant, settled: _Settled, kv_type: str, offload: OffloadOptions
-) -> _Settled:
-    """What was `settled` on several cards, or, where that answers faster, on others with part of it in system memory."""
-    if device.host is None or not backend_of(variant).splits:
-        return settled
-    best, settings = settled, settled[0]
-    rate = speed.decode(device, model, variant, settings).value
-    for numbers in placing.choices(device):
-        way = settings.placed(cards=numbers, tensor_split=()).with_kv_type(kv_type)
-        # It answers no faster than if these cards held all of it.
-        if numbers == settings.placement.cards or speed.decode(device, model, variant, way).value <= rate:
+def _best(
+    device: Device,
+    model: Model,
+    variant: Variant,
+    by_kv_type: Sequence[RunSettings],
+    purpose: Need,
+    offload: OffloadOptions,
+    planned: Callable[[_Settled], Plan],
+    read: Callable[[Plan], Plan],
+) -> Plan | None:
+    """Of all ways `settings` fit, the plan that has the best score, of several cards the fastest that are free: with each KV type,
+    whole on each choice of cards, or divided with system memory, each with the steps that it is best `read` in. None where
+    none fits.
+
+    They are looked at in the order of what they could be at best: with room to spare, nothing in system memory, and prompts
+    in steps that cost no points. What is behind the best so far is not looked at."""
+    free = offload.tensor_split is None and by_kv_type[0].placement.split_mode == "layer"
+    chosen = placing.choices(device) if free else ((),)
+    splits = device.kind == "discrete" and device.host is not None and backend_of(variant).splits
+    ways: list[tuple[Plan, Plan, RunSettings, bool]] = []
+
+    def rank(plan: Plan) -> tuple[float, float, float]:
+        if len(chosen) == 1:
+            return 0, plan.score, plan.decode_tok_s.value
+        return (
+            placing.is_free(places.used(device, plan.settings.placement), plan.memory),
+            plan.decode_tok_s.value,
+            plan.score,
+        )
+
+    for cards in chosen:
+        kinds = [settings.placed(cards=cards) if cards else settings for settings in by_kv_type]
+        top = planned((kinds[0], _UNKNOWN, "yes"))
+        saved = 0.0 if device.accelerator == "cpu" else needs.prompt_lost(top, purpose)
+        for way, divided in [(way, False) for way in kinds] + [(kinds[min(1, len(kinds) - 1)], True)] * splits:
+            cost = quality.kv_cost(way.kv_type) - quality.kv_cost(kinds[0].kv_type) + divided * SPLIT_COST
+            ways.append((replace(top, score=top.score + saved - cost), top, way, divided))
+    best: Plan | None = None
+    for most, top, way, divided in sorted(ways, key=lambda one: (not one[3], rank(one[0])), reverse=True):
+        if best is not None and rank(most) <= rank(best):
             continue
-        tried = placing.best_split(device, model, variant, way, offload)
-        faster = 0.0 if tried is None else speed.decode(device, model, variant, tried).value
-        if tried is not None and faster > rate:
-            best, rate = (tried, memory.need(model, variant, tried, device), "split"), faster
+        if divided:
+            found = placing.best_split(device, model, variant, way, offload)
+            if found is None:
+                continue
+            plan = planned((found, memory.need(model, variant, found, device), "split"))
+        else:
+            settled = _whole(device, model, variant, way, offload)
+            if settled[2] == "no":
+                continue
+            plan = _held(top, settled, purpose) if settled[0].placement == top.settings.placement else planned(settled)
+        best = max((best or plan, read(plan)), key=rank)
     return best
 
 
-def _whole(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, kinds: Sequence[str], offload: OffloadOptions
-) -> _Settled | None:
-    """`settings` on their cards with the first of the KV types that fits, or a smaller one that fits with room where that costs
-    less than being tight does; None where none fits."""
-    used = places.used(device, settings.placement)
-    tight: _Settled | None = None
-    for kind in kinds:
-        if tight is not None and quality.kv_cost(kind) - quality.kv_cost(tight[0].kv_type) >= _TIGHT_COST:
-            break
-        tried = placing.over_cards(used, model, variant, offload.over(settings.with_kv_type(kind)))
-        need = memory.need(model, variant, tried, used)
-        fits = verdict(used, need, split=tried.placement.is_split and device.kind == "discrete")
-        if fits not in ("no", "tight"):
-            return tried, need, fits
-        if fits == "tight":
-            tight = tight or (tried, need, fits)
-        if need.total_bytes - need.kv_bytes > used.room_bytes:
-            break  # no type of cache is small enough
-    return tight
+def _held(top: Plan, settled: _Settled, purpose: Need) -> Plan:
+    """`top`, which lies in the same places and answers as fast, as it was `settled`."""
+    settings, need, fits = settled
+    cost = quality.kv_cost(settings.kv_type) - quality.kv_cost(top.settings.kv_type)
+    plan = replace(top, settings=settings, memory=need, fits=fits, quality=top.quality - cost)
+    return replace(plan, score=score(plan, purpose))
 
 
 def _in_larger_steps(
@@ -323,19 +317,51 @@ def plan_for(
 ) -> Plan:
     """The best Plan for exactly this variant, whether or not it fits (`fits` says).
 
-    KV is f16 when that fits, else the least quantised type that does; on a discrete card with host memory, experts and
-    layers that do not fit go to the host. `rough`: good enough to choose between files of one model, which larger steps
-    and a full context favour alike: neither is looked at, and `decode_tok_s_full` is that of an empty context.
+    Of all KV types, choices of cards and divisions with system memory that fit, the one with the best score. `rough`: what that
+    score depends on, for choosing between files: `decode_tok_s_full` is then that of an empty context, and steps are larger
+    only where prompts cost points.
     """
     wanted = settings_for(device, model, variant, workload, overrides)
     types = (overrides.kv_type,) if overrides.kv_type else _kv_types(device, variant, workload, overrides)
-    purpose = needs.need_of(workload)
-    settled = _settle(device, model, variant, wanted, types, overrides.offload)
+    types = tuple(k for k in types if memory.kv_type_allowed(model, k, backend_of(variant))) or ("f16",)
+    purpose, offload = needs.need_of(workload), overrides.offload
     prompt = min(purpose.prompt_tokens, wanted.n_ctx // max(1, workload.parallel))
-    if not rough:
-        settled = _in_larger_steps(device, model, variant, settled, prompt, overrides.offload)
+
+    def larger(settled: _Settled) -> _Settled:
+        return _in_larger_steps(device, model, variant, settled, prompt, offload)
+
+    def planned(settled: _Settled, *, rough: bool = True) -> Plan:
+        return _planned(device, model, variant, settled, workload, overrides, rough=rough)
+
+    def read(plan: Plan) -> Plan:
+        if device.accelerator == "cpu" or not needs.prompt_lost(plan, purpose):
+            return plan
+        settled = larger((plan.settings, plan.memory, plan.fits))
+        return plan if settled[0] == plan.settings else max(plan, planned(settled), key=lambda p: p.score)
+
+    best = _best(device, model, variant, [wanted.with_kv_type(k) for k in types], purpose, offload, planned, read)
+    if best is None:
+        tried = offload.over(wanted.with_kv_type(types[0]))
+        return planned((tried, memory.need(model, variant, tried, device), "no"), rough=rough)
+    if rough:
+        return best
+    settled = best.settings, best.memory, best.fits
+    return planned(larger(settled) if best.settings.n_batch == wanted.n_batch else settled, rough=False)
+
+
+def _planned(
+    device: Device,
+    model: Model,
+    variant: Variant,
+    settled: _Settled,
+    workload: Workload,
+    overrides: Overrides,
+    *,
+    rough: bool,
+) -> Plan:
+    """The Plan of what was `settled`, with its speeds and its score."""
     settings, need, fits = settled
-    if fits == "split":
+    if fits == "split" and not rough:
         settings = _pinned(device, settings, need)
     speeds = _speeds(device, model, variant, settings, workload, overrides.measured, rough=rough)
     rating = quality.rate(model, workload.purpose)
@@ -363,12 +389,8 @@ def plan_for(
         draft_gain=speed.draft_gain(device, (model, variant), second) if second is not None else 1.0,
     )
     drafted = drafting.for_purpose(device, plan, workload)
-    return scored(plan if drafted is None else replace(plan, drafting=drafted), purpose)
-
-
-def scored(plan: Plan, need: Need) -> Plan:
-    """`plan` with its rank's sum."""
-    return replace(plan, score=round(score(plan, need), 4))
+    plan = plan if drafted is None else replace(plan, drafting=drafted)
+    return replace(plan, score=score(plan, needs.need_of(workload)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,29 +430,6 @@ def _speeds(
     if purpose.cached_tokens:
         cached = speed.ttft(over_prompt, decode, prompt, cached_tokens=purpose.cached_tokens)
     return _Speeds(decode, full, usual, speed.ttft(over_prompt, decode, prompt), cached)
-
-
-def score(plan: Plan, need: Need) -> float:
-    """Points: quality, less 5 for every halving of speed below what feels good, plus a quarter of a point for every
-    doubling beyond it, 1 at most: who reads gains little, and the wait for thoughts is counted by itself.
-
-    Speed is that of the purpose's answers, with what the plan's own drafting brings to them. The wait for the answer,
-    thoughts included, is counted by `needs.points_lost`; a plan that fits only tightly loses 2, one split over two
-    memories 1 more than its speed says. Files that nobody has listed lose 3 % of what is left.
-    """
-    points = plan.quality
-    points -= _DOUBT * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
-    rate = plan.decode_tok_s.value * (plan.drafting.value if plan.drafting is not None else 1.0)
-    doublings = math.log2(rate / need.good_tok_s)
-    points += _SLOW * doublings if doublings < 0 else min(_MOST_SPARE, _SPARE * doublings)
-    points -= needs.points_lost(plan, need)
-    if plan.fits == "tight":
-        points -= _TIGHT_COST
-    if plan.fits == "split":
-        points -= 1.0
-    if plan.variant.is_estimate:
-        points -= _ESTIMATE_COST * abs(points)
-    return points
 
 
 MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)

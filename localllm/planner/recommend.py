@@ -31,7 +31,7 @@ from localllm_catalog.types import Model, Variant
 
 MAX_PICKS = 8
 _MOST_LOST_POINTS = 3.0
-# A rated model in listed files that fits with room, this near in score, goes before one that is not all three.
+# A file this near the best of its model in score is run instead, where it loses less to its format.
 _NEAR_POINTS = 2.0
 # Four bits lose no more than this of a model of 4 billion weights and more: nobody goes below them for speed.
 _LITTLE_LOST_POINTS = 1.0
@@ -96,7 +96,7 @@ def recommend(
         elif outcome is not None:
             rejected.append(outcome)
     best.sort(key=lambda p: (not _is_sound(p.model, p.variant), -p.score, p.model.id))
-    best = _sure_first(best, need)
+    best = _sure_first(best)
     shown, left = picks.choose(best, limit)
     rejected += [_not_shown(device, one, workload, overrides) for one in left]
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
@@ -104,22 +104,18 @@ def recommend(
     return Recommendation(tuple(detailed), tuple(rejected), workload)
 
 
-def _sure_first(ranked: list[Plan], need: Need) -> list[Plan]:
-    """`ranked`, but behind a plan that is near comes, at every place, what nobody has rated, whose files nobody has listed,
-    what its maker alone has rated, what thinks longer than anybody likes to wait, or what fits only tightly; the first of
-    these doubts weighs most. And what is free of the first three (four, if there is any) stands first of all."""
+def _sure_first(ranked: list[Plan]) -> list[Plan]:
+    """`ranked`, but with the first one in front that somebody has rated, whose files are listed and lose little to their format:
+    that others than its maker rated, if there is any."""
 
     def doubts(plan: Plan) -> tuple[bool, ...]:
-        poor, slow = not _is_sound(plan.model, plan.variant), needs.thinks_long(plan, need)
-        return poor, not plan.is_rated, plan.variant.is_estimate, plan.makers_own, slow, plan.fits == "tight"
+        poor = not _is_sound(plan.model, plan.variant)
+        return poor or not plan.is_rated or plan.variant.is_estimate, plan.makers_own
 
-    left, ordered = list(ranked), []
-    while left:
-        surest = min((p for p in left if p.score >= left[0].score - _NEAR_POINTS), key=doubts)
-        left.remove(surest)
-        ordered.append(surest)
-    sure = [p for p in ordered if not any(doubts(p)[:4])] or [p for p in ordered if not any(doubts(p)[:3])]
-    return [*sure[:1], *(p for p in ordered if p not in sure[:1])]
+    sure = min(ranked, key=doubts, default=None)
+    if sure is None or doubts(sure)[0]:
+        return ranked
+    return [sure, *(p for p in ranked if p is not sure)]
 
 
 def _not_shown(device: Device, left: picks.Left, workload: Workload, overrides: Overrides) -> Rejected:
@@ -244,19 +240,19 @@ def _best_of(
     if workload.context and model.native_context and workload.context > model.native_context:
         reason = f"trained for {model.native_context:,} tokens, {workload.context:,} asked"
         return Rejected(model, smallest, reason, "context")
-    small_enough = _small_enough(device, model, variants)
     fitting: list[Plan] = []
     fast: list[Plan] = []
+    by_class: dict[tuple[bool, bool], list[Variant]] = {}
+    for variant in _small_enough(device, model, variants):
+        by_class.setdefault((not _is_sound(model, variant), variant.is_estimate), []).append(variant)
     # Listed files before constructed ones; a poor one where no sound one fits, or is fast enough.
-    for is_sound, constructed in ((True, False), (True, True), (False, False), (False, True)):
-        group = [v for v in small_enough if (_is_sound(model, v), v.is_estimate) == (is_sound, constructed)]
+    for _, group in sorted(by_class.items()):
+        # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for nothing.
+        group = [v for v in group if quality.bits(model, v) < _SIXTEEN_BITS] or group
         plans = [plan_for(device, model, v, workload, overrides=overrides, rough=True) for v in group]
         plans = [p for p in plans if p.fits != "no"]
-        fast = [p for p in plans if not too_slow(p, need)]
-        if not fast and device.accelerator != "cpu":  # a prompt read in larger steps may come in time
-            plans = [plan_for(device, model, p.variant, workload, overrides=overrides) for p in plans]
-            fast = [p for p in plans if not too_slow(p, need)]
         fitting = fitting or plans
+        fast = [p for p in plans if not too_slow(p, need)]
         if fast:
             break
     if not fitting:
@@ -267,22 +263,20 @@ def _best_of(
         quickest = max(fitting, key=lambda p: (p.decode_tok_s.value, p.variant.quant))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
     best, chosen = _best_file(fast, need)
-    plan = plan_for(device, model, chosen.variant, workload, overrides=overrides)
-    return replace(plan, score=round(plan.score + best.score - chosen.score, 4))
+    return replace(plan_for(device, model, chosen.variant, workload, overrides=overrides), score=best.score)
 
 
 def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
     """Of one model's plans that are fast enough, the best by score, which the model ranks by, and the one to run: of those
-    near it that keep the purpose's good speed the one that loses least to its format, else the same. Four bits and more,
+    near it the one that loses least to its format and keeps the purpose's good speed, else the best. Four bits and more,
     which lose little, go before fewer."""
-    little = [p for p in plans if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS and p.fits == "yes"]
-    # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for nothing.
-    eight = [p for p in little if quality.bits(p.model, p.variant) < _SIXTEEN_BITS]
-    plans = eight or little or plans
     best = max(plans, key=lambda p: (p.score, -why.all_memory(p), p.variant.quant))
-    near = best.score - _NEAR_POINTS
-    kept = [p for p in plans if p.decode_tok_s.value >= need.good_tok_s and p.score >= near]
-    return best, max(kept, key=lambda p: (p.quality, p.score, -why.all_memory(p), p.variant.quant), default=best)
+    near = [p for p in plans if p.score >= best.score - _NEAR_POINTS and p.fits in ("yes", best.fits)]
+    near = [p for p in near if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS] or near
+    kept = [p for p in near if p.decode_tok_s.value >= need.good_tok_s]
+    return best, max(
+        kept or near, key=lambda p: (p.quality if kept else 0, p.score, -why.all_memory(p), p.variant.quant)
+    )
 
 
 def variants_of(

@@ -9,7 +9,8 @@ import pytest
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, Memory
 from localllm.planner import needs
-from localllm.planner.plan import plan_for, score
+from localllm.planner.needs import score
+from localllm.planner.plan import plan_for
 from localllm.planner.recommend import recommend
 from localllm.planner.types import Workload
 from localllm_catalog import catalog
