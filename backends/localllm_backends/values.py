@@ -32,8 +32,8 @@ class LoadSpec:
     `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
     asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
     loads the model's own draft heads with it (LoadError where it has none, or they can't run here), and
-    `drafter` is the file of a drafter trained for it (EAGLE-3, DFlash; LoadError where it is not for this model,
-    unless it is `drafter_optional`: left out then). `placement` says where
+    `drafter` is the file of a drafter trained for it (EAGLE-3, DFlash; LoadError where it is not for this model):
+    either is left out instead where it is `drafter_optional`, which a note says. `placement` says where
     layers, experts and KV lie (LoadError where the engine can't place it so). `projector` is the file of the image
     projector beside the model ("": images are not wanted; LoadError where it is of no use to this model). `wired`: weights may
     be wired down in memory that a GPU shares with everything else.

@@ -71,7 +71,8 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
     if need.overhead_bytes:
         lines.append(f"  runtime      {_gb(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")
     if need.draft_bytes:
-        lines.append(f"  draft        {_gb(need.draft_bytes):>14}   {_drafter(plan)}")
+        gain = f", one stream {_span(plan.drafting, '× as fast')}" if plan.drafting is not None else ""
+        lines.append(f"  draft        {_gb(need.draft_bytes):>14}   {_drafter(plan)}{gain}")
     if need.projector_bytes:
         lines.append(f"  projector    {_gb(need.projector_bytes):>14}   reads images, buffers for a large one included")
     total, limit = need.total_bytes, need.limit_bytes

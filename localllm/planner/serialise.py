@@ -126,6 +126,7 @@ def recommendation_to_json(answer: Recommendation, device: dict[str, Any]) -> di
 def physics(plan: Plan, device: Device) -> dict[str, Any]:
     """`weights`: bytes that every token reads, and of the experts it is routed to. `kv_read_bytes`: [depth, bytes] points
     between which the KV bytes a token reads grow in straight lines. `flops_per_token`: of the matrices, without attention.
+    `drafting`: how much faster one stream is expected to be for its drafts, and what that rests on (None: not known to be).
     """
     parts = streamed(plan.model, plan.variant)
     bandwidth, basis = decode_cost.bandwidth_of(device)
@@ -149,5 +150,6 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
         "decode_tok_s": range_to_json(plan.decode_tok_s),
         "decode_tok_s_full": range_to_json(plan.decode_tok_s_full),
         "prefill_tok_s": range_to_json(plan.prefill_tok_s),
+        "drafting": range_to_json(plan.drafting) if plan.drafting is not None else None,
         "memory": memory_to_json(plan.memory),
     }

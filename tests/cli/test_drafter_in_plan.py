@@ -16,8 +16,8 @@ from localllm.errors import UnsupportedError
 from localllm.planner.explain import explain
 from localllm.server.models.worker import ModelWorker
 from localllm.settings import Settings
-from localllm_backends.contract import LoadError
-from models import tiny_drafters
+from localllm_backends.contract import DRAFTER_LEFT_OUT, LoadError, LoadSpec
+from models import tiny_drafters, tiny_mtp
 
 
 @pytest.mark.parametrize("context", [None, 2048])
@@ -105,7 +105,42 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
         await worker.close()
         return worker.notice
 
-    assert "a drafter beside the model is left out: 'tiny-eagle3-f32.gguf' can't draft" in asyncio.run(said())
+    assert "what would draft for the model is left out: 'tiny-eagle3-f32.gguf' can't draft" in asyncio.run(said())
     named = load_plan_named(str(path), Settings({"context": 2048, "draft": str(other)})).options.spec
     with pytest.raises(LoadError, match="reads the layers"):
         backends.for_path(str(path)).load(named)
+
+
+def test_heads_in_the_models_own_file_are_found_counted_and_loaded(tmp_path: Path) -> None:
+    path = tiny_mtp.write_mtp(tmp_path / "tiny.gguf", layers=24, likeness=0.35)
+    load = load_plan_named(str(path), Settings({"context": 2048}))
+    alone = load_plan_named(str(path), Settings({"context": 2048, "draft": "ngram"}))
+    named = load_plan_named(str(path), Settings({"context": 2048, "draft": "mtp"}))
+    assert load.plan is not None
+    assert named.plan is not None
+    assert (load.options.spec.mtp, load.options.spec.drafter_optional, load.options.engine["draft"]) == (
+        True,
+        True,
+        "mtp",
+    )
+    assert (alone.options.spec.mtp, named.options.spec.drafter_optional) == (False, False)
+    assert load.needs_bytes - alone.needs_bytes == load.plan.memory.draft_bytes == named.plan.memory.draft_bytes > 0
+    assert load.plan.drafting is not None
+    assert "published" in load.plan.drafting.basis
+    said = " ".join(" ".join(explain(load.plan, detect())).split())
+    assert "mtp, one stream" in said
+    assert load.plan.drafting.basis in said
+    assert planned(load).facts.physics["drafting"]["basis"] == load.plan.drafting.basis
+
+
+def test_heads_that_take_something_away_or_cannot_run_are_left_out(tmp_path: Path, tiny_model: Path) -> None:
+    # Windows and states are kept in pieces only without; with images they don't go together.
+    for write in (tiny_mtp.write_sliding_mtp, tiny_mtp.write_hybrid_mtp):
+        path = write(tmp_path / "m.gguf")
+        assert not load_plan_named(str(path), Settings({"context": 2048})).options.spec.mtp
+    backend = backends.for_path(str(tiny_model)).load(
+        LoadSpec(str(tiny_model), n_ctx=256, mtp=True, drafter_optional=True)
+    )
+    assert backend.capabilities.drafts == 0
+    assert "its header names no draft heads" in backend.info.metadata[DRAFTER_LEFT_OUT]
+    backend.close()

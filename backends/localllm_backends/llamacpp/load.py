@@ -25,17 +25,8 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     llama = start_native()
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
+    spec, left_out = _drafting(llama, spec, path)
     drafts = spec.mtp or bool(spec.drafter)
-    if drafts and spec.projector:
-        raise LoadError(
-            "draft heads and images don't go together yet: load it with `--draft off`, or with `--images off`",
-            "choose one of the two",
-        )
-    if spec.mtp:
-        check_file(path)
-        reason = mtp.why_not(llama, path)
-        if reason is not None:
-            raise LoadError(f"{path.name!r} can't draft for itself: {reason}", "load it with `--draft off`")
     model, weights = load_model(path, spec, on_progress)
     windowed = llama.llama_model_n_swa(model) > 0
     recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
@@ -50,7 +41,6 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         context = new_context(model, spec, n_seq_max=spec.n_seq_max + spare)
         sizes = weights.plus(log.buffer_sizes())
         heads: DraftHeads | None = None
-        left_out = ""
         if spec.mtp:
             second = new_context(model, spec, n_seq_max=spec.n_seq_max + spare, mtp=True)
             sizes = sizes.plus(log.buffer_sizes())
@@ -75,5 +65,23 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     if note:
         backend.info.metadata[KV_FALLBACK] = note
     if left_out:
-        backend.info.metadata[DRAFTER_LEFT_OUT] = f"a drafter beside the model is left out: {left_out}"
+        backend.info.metadata[DRAFTER_LEFT_OUT] = f"what would draft for the model is left out: {left_out}"
     return backend
+
+
+def _drafting(llama: Any, spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:
+    """`spec` with what can draft, as far as files' headers say, and why the model's own heads can't. Raises LoadError."""
+    if (spec.mtp or spec.drafter) and spec.projector:
+        raise LoadError(
+            "draft heads and images don't go together yet: load it with `--draft off`, or with `--images off`",
+            "choose one of the two",
+        )
+    if spec.mtp:
+        check_file(path)
+    reason = mtp.why_not(llama, path) if spec.mtp else None
+    if reason is None:
+        return spec, ""
+    left_out = f"{path.name!r} can't draft for itself: {reason}"
+    if not spec.drafter_optional:
+        raise LoadError(left_out, "load it with `--draft off`")
+    return replace(spec, mtp=False), left_out

@@ -20,7 +20,7 @@ _KINDS = ("eagle3", "dflash")
 @dataclass(frozen=True)
 class ChosenDrafter:
     """The engine's drafting `mode`, the `second` model that drafts, or the `companion`: asked for by name, or (`found`) lying
-    beside the model, so that it may be left out."""
+    beside the model or in its own file ("mtp"), so that it may be left out."""
 
     mode: str = "auto"
     second: LocalModel | None = None
@@ -37,8 +37,8 @@ def chosen_drafter(local: LocalModel, settings: Settings) -> ChosenDrafter:
     draft = settings.value("draft")
     if draft == "mtp":
         _check_draft_heads(local)
-    if draft == "auto" and (companion := _beside(local)) is not None:
-        return ChosenDrafter(companion=companion, found=True)
+    if draft == "auto":
+        return _at_hand(local)
     if draft in DRAFT_MODES:
         return ChosenDrafter(draft)
     if (named := companion_at(Path(draft))) is not None:
@@ -91,21 +91,24 @@ def _other_width(companion: CompanionDrafter, header: GgufHeader, name: str) -> 
     return f"it was trained for a model whose layers are {companion.width:,} wide, and those of {name} are {width:,}"
 
 
-def _beside(local: LocalModel) -> CompanionDrafter | None:
-    """The smallest trained drafter beside `local` that fits it, where one takes nothing else away: memory of windows and
-    states is kept in pieces only without."""
+def _at_hand(local: LocalModel) -> ChosenDrafter:
+    """The smallest trained drafter beside `local` that fits it, else its own heads, where they take nothing else away: memory
+    of windows and states is kept in pieces only without."""
     from localllm.library.catalog import readable_header
 
-    files = [path for kind, path in local.companions if kind == "drafter"] if local.format == "gguf" else []
-    found = [companion for path in files if (companion := companion_at(path)) is not None]
-    header = readable_header(local.path) if found else None
+    header = readable_header(local.path) if local.format == "gguf" else None
     if header is None or any(
         f"{header.architecture}.{key}" in header.metadata
         for key in ("attention.sliding_window", "ssm.state_size", "full_attention_interval", "shortconv.l_cache")
     ):
-        return None
+        return ChosenDrafter()
+    files = [path for kind, path in local.companions if kind == "drafter"]
+    found = [companion for path in files if (companion := companion_at(path)) is not None]
     fitting = [companion for companion in found if _other_width(companion, header, local.name) is None]
-    return min(fitting, key=lambda companion: companion.file_bytes, default=None)
+    if fitting:
+        return ChosenDrafter(companion=min(fitting, key=lambda companion: companion.file_bytes), found=True)
+    heads = header.metadata.get(f"{header.architecture}.nextn_predict_layers")
+    return ChosenDrafter("mtp", found=True) if heads else ChosenDrafter()
 
 
 def _check_draft_heads(local: LocalModel) -> None:

@@ -105,8 +105,7 @@ def make_load_plan(
         drafter = ChosenDrafter()
     inputs = plan_inputs(local, settings, purpose, drafter)
     if drafter.found and inputs is not None and not _worth_it(inputs):
-        drafter = ChosenDrafter()
-        inputs = replace(inputs, overrides=replace(inputs.overrides, companion=None))
+        drafter, inputs = ChosenDrafter(), _undrafted(inputs)
     draft, second = drafter.mode, drafter.second
     if inputs is not None and spare_bytes:
         inputs = replace(inputs, device=given_back(inputs.device, spare_bytes))
@@ -169,9 +168,15 @@ def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None
 
 def _worth_it(inputs: PlanInputs) -> bool:
     """Whether the drafter that was found takes no context away and is expected to pay; a trial on the first answers shows."""
-    drafted, alone = inputs.plan(), replace(inputs, overrides=replace(inputs.overrides, companion=None)).plan()
+    if inputs.overrides.draft == "mtp" and not inputs.model.variants[0].mtp_bytes:
+        return False
+    drafted, alone = inputs.plan(), _undrafted(inputs).plan()
     pays = drafted.drafting is not None and drafted.drafting.high > 1.1
     return pays and drafted.fits == alone.fits and drafted.settings.n_ctx >= alone.settings.n_ctx
+
+
+def _undrafted(inputs: PlanInputs) -> PlanInputs:
+    return replace(inputs, overrides=replace(inputs.overrides, draft="auto", companion=None, companion_found=False))
 
 
 class _Room:

@@ -77,7 +77,7 @@ def plan_inputs(
         kv_type="" if kv_type == "auto" else kv_type,
         kv_evidence=_kv_evidence(local),
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
-        draft=settings.value("draft"),
+        draft=drafter.mode if drafter is not None and drafter.found else settings.value("draft"),
         draft_model=described(drafter.second, catalog) if drafter is not None and drafter.second is not None else None,
         companion=drafter.companion if drafter is not None else None,
         companion_found=drafter is not None and drafter.found,

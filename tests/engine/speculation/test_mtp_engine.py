@@ -226,7 +226,7 @@ def test_heads_draft_only_when_they_are_asked_for(path: Path) -> None:
 def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
     load, usual = (
         load_plan_named(str(path), Settings({"draft": "mtp", "context": 1024})),
-        load_plan_named(str(path), Settings()),
+        load_plan_named(str(path), Settings({"draft": "ngram"})),
     )
     assert load.options.spec.mtp
     assert not usual.options.spec.mtp
