@@ -56,6 +56,23 @@ def test_a_context_nobody_chose_is_lowered_to_what_is_free_now(smollm2: Path, ma
     assert load_plan_named(str(smollm2), Settings()).options.spec.n_ctx == wide.options.spec.n_ctx
 
 
+@pytest.mark.parametrize("short_by", [0.1, 0.4, 0.7])
+def test_contexts_of_several_models_fit_together_what_is_free_now(
+    smollm2: Path, machine: dict[str, int | None], tmp_path: Path, short_by: float
+) -> None:
+    (second := tmp_path / "second.gguf").symlink_to(smollm2)
+    both = [str(smollm2), str(second)]
+    wide = load_plans_together(both, Settings())
+    least = load_plans_together(both, Settings({"context": 4096}))
+    wide_bytes, least_bytes = (sum(load.needs_bytes for load in loads) for loads in (wide, least))
+    free = int(wide_bytes - short_by * (wide_bytes - least_bytes))
+    machine["available"] = memory_guard.headroom_bytes(16 * GB) + free
+    narrow = load_plans_together(both, Settings())
+    assert sum(load.needs_bytes for load in narrow) <= free
+    assert all(n.options.spec.n_ctx >= 4096 for n in narrow)
+    assert [load.options.engine["planned_bytes"] for load in narrow] == [load.needs_bytes for load in narrow]
+
+
 def test_a_chosen_context_is_kept_and_refused_when_it_is_loaded(smollm2: Path, machine: dict[str, int | None]) -> None:
     machine["available"] = 1 * GB
     chosen = load_plan_named(str(smollm2), Settings({"context": 8192}))

@@ -21,9 +21,9 @@ def load_plans_together(
     references: Sequence[str | None], settings: Settings, own: Sequence[Settings] | None = None
 ) -> list[LoadPlan]:
     """Plan models that share this machine, the first one for coding, a further one that can fill in for autocomplete.
-    Contexts nobody chose are halved, the largest first, until all fit at once; where that is not enough each keeps what
-    it would have alone, and they take turns. `own`: each one's settings, where they differ. Raises as `load_plan_named`
-    does."""
+    Contexts nobody chose are halved, the largest first, until all fit at once what the machine has and what is free of it
+    now; where that is not enough each keeps what it would have alone, and they take turns. `own`: each one's settings,
+    where they differ. Raises as `load_plan_named` does."""
     from localllm.device.detect import detect
 
     each = own or [settings] * len(references)
@@ -43,7 +43,8 @@ def load_plans_together(
     alone = on_cards_of_their_own(alone, device)
     if not free or _fit_apart(alone, device):
         return alone
-    limit = min(load.plan.memory.limit_bytes for load in alone if load.plan is not None)
+    _, available = memory_for_models()
+    limit = min(available(), *(load.plan.memory.limit_bytes for load in alone if load.plan is not None))
     shared = list(alone)
     while sum(load.needs_bytes for load in shared) > limit:
         at = max(free, key=lambda i: shared[i].options.spec.n_ctx)
