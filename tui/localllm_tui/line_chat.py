@@ -7,8 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -56,8 +55,26 @@ class LineChat:
         self.attached = []
         self.pending = self.session.answer()
 
-    async def say(self, text: str, *, markdown: bool = False) -> None:
+    def tell(self, text: str) -> None:
+        """Print what is no part of the conversation."""
         print(text, file=sys.stderr)
+
+    def show(self, text: str) -> None:
+        """Print a part of the conversation."""
+        print(text)
+
+    async def pick(self, rows: Sequence[str]) -> int | None:
+        """Let the user pick one of these; None for none of them."""
+        for n, row in enumerate(rows, 1):
+            self.tell(f"{n:>3}  {row}")
+        try:
+            picked = input("number, or Enter for none: ").strip()
+        except EOFError:
+            return None
+        return int(picked) - 1 if picked.isdigit() and 1 <= int(picked) <= len(rows) else None
+
+    async def say(self, text: str, *, markdown: bool = False) -> None:
+        self.tell(text)
 
     async def open(self, session: Session, at: int = 0) -> None:
         self.session, self._editing = session, None
@@ -70,21 +87,16 @@ class LineChat:
         if within:
             hits = [h for h in self.history.search(words) if h.conversation_id == self.session.id] if words else []
             for hit in hits[:FOUND_SHOWN]:
-                print(f"  {'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}", file=sys.stderr)
-            await self.say(f"{len(hits)} turns" if words else "/find WORDS")
+                self.tell(f"  {'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}")
+            self.tell(f"{len(hits)} turns" if words else "/find WORDS")
             return
         found = self.history.list(words or None, limit=FOUND_SHOWN)
-        for n, summary in enumerate(found, 1):
-            print(f"{n:>3}  {printable(summary.title)}", file=sys.stderr)
         if not found:
-            await self.say("nothing found")
+            self.tell("nothing found")
             return
-        try:
-            picked = input("number, or Enter for none: ").strip()
-        except EOFError:
-            return
-        if picked.isdigit() and 1 <= int(picked) <= len(found):
-            await self.open(Session(self.history, self.model, conv_id=found[int(picked) - 1].id))
+        picked = await self.pick([printable(summary.title) for summary in found])
+        if picked is not None:
+            await self.open(Session(self.history, self.model, conv_id=found[picked].id))
 
     async def stop_answer(self) -> bool:
         """Nothing runs while a command is typed."""
@@ -96,16 +108,16 @@ class LineChat:
     async def redraw(self) -> None:
         if self.session.turns:
             turn = self.session.turns[-1]
-            print(printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}"))
+            self.show(printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}"))
 
     def edit(self, turn: StoredMessage) -> None:
         """The next line stands beside `turn`."""
         self._editing = turn
-        print(f"was: {printable(typed_in(turn))}\ntype it anew:", file=sys.stderr)
+        self.tell(f"was: {printable(typed_in(turn))}\ntype it anew:")
 
     def attach(self, name: str, text: str) -> None:
         self.attached.append((name, text))
-        print(f"attached {printable(name)}: it goes with the next question", file=sys.stderr)
+        self.tell(f"attached {printable(name)}: it goes with the next question")
 
     def detach(self) -> None:
         self.attached = []
@@ -117,7 +129,7 @@ class LineChat:
     def to_clipboard(self, text: str, what: str) -> None:
         done = self._copy(text)
         said = f"copied {what}" if done else "this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)"
-        print(said, file=sys.stderr)
+        self.tell(said)
 
     async def leave(self) -> None:
         self.left = True
@@ -167,16 +179,19 @@ def ask_once(
     asyncio.run(run())
 
 
-def talk(client: ChatClient, model: str, session: Session) -> None:
-    """Ask and answer line by line until end of input. Ctrl-C stops an answer, and leaves when there is none."""
+def talk(client: ChatClient, model: str, session: Session, attached: Sequence[tuple[str, str]] = ()) -> Session:
+    """Ask and answer line by line until end of input; returns the conversation of then. `attached` go with the first question.
+    Ctrl-C stops an answer, and leaves when there is none."""
     print(f"{model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves", file=sys.stderr)
     chat = LineChat(client, model, session)
+    chat.attached = list(attached)
+    read = _reader()
     while not chat.left:
         try:
-            line = _read("> ").strip()
+            line = read().strip()
         except EOFError:
             print()
-            return
+            break
         command = commands.parse(line)
         if command is not None:
             _run_and_report(client, _run_command(chat, *command))
@@ -185,45 +200,18 @@ def talk(client: ChatClient, model: str, session: Session) -> None:
         while chat.pending is not None and not chat.left:
             keep, chat.pending = chat.pending, None
             _answer(chat, keep)
+    return chat.session
 
 
-# Around what is pasted, once the terminal was asked for it (DEC mode 2004); others ignore the question.
-_PASTE_ON, _PASTE_OFF, _PASTED, _PASTED_END = "\x1b[?2004h", "\x1b[?2004l", "\x1b[200~", "\x1b[201~"
+def _reader() -> Callable[[], str]:
+    """Reads a line, or all the lines that were pasted at once, up to the Enter after them; raises EOFError."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
+        return lambda: input("> ")
+    os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")  # not every terminal answers
+    from prompt_toolkit import PromptSession
 
-
-def _read(prompt: str) -> str:
-    """A line, or all the lines that were pasted at once, up to the Enter after them. Raises EOFError."""
-    asked = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    if not asked:
-        return input(prompt)
-    tell = obeyed(sys.stdout)
-    tell(_PASTE_ON)
-    try:
-        with _marks_unseen(sys.stdin):
-            said = input(prompt)
-            while said.count(_PASTED) > said.count(_PASTED_END):
-                said += "\n" + input()
-    finally:
-        tell(_PASTE_OFF)
-        sys.stdout.flush()
-    return said.replace(_PASTED, "").replace(_PASTED_END, "")
-
-
-@contextmanager
-def _marks_unseen(terminal: TextIO) -> Iterator[None]:
-    """Have the terminal swallow the marks around a paste as it echoes them, instead of showing them as ^[[200~."""
-    try:
-        import termios
-    except ImportError:  # Windows, whose console has no such marks
-        yield
-        return
-    before = termios.tcgetattr(terminal)
-    now = [*before[:3], before[3] & ~termios.ECHOCTL, *before[4:]]
-    termios.tcsetattr(terminal, termios.TCSANOW, now)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
+    session: PromptSession[str] = PromptSession("> ")
+    return lambda: str(session.prompt())
 
 
 async def _run_command(chat: LineChat, name: str, argument: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from localllm.cli.chat.engines import Wanted
     from localllm.conversation.history import ConversationSummary, History
     from localllm_tui.control.chat import ChatOptions
+    from localllm_tui.control.client import ChatClient
+    from localllm_tui.control.session import Session
 
 # Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that everything works.
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
@@ -31,6 +33,9 @@ def chat(
         list[Path] | None, typer.Option("--attach", metavar="FILE", help="Send a text or image along (repeatable).")
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Line by line, without the full screen.")] = False,
+    inline: Annotated[
+        bool, typer.Option("--inline", help="In the terminal's own scrollback, without the full screen.")
+    ] = False,
     continue_: Annotated[bool, typer.Option("--continue", help="Go on with the last conversation.")] = False,
     context: Annotated[int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")] = None,
     gpu_layers: GpuLayers = None,
@@ -54,7 +59,6 @@ def chat(
     Text piped in is read as part of the question. Conversations are kept on this machine; one answer on stdout is
     kept only with --continue.
     """
-    import os
     from contextlib import ExitStack
 
     from localllm.cli.chat import engines
@@ -67,19 +71,27 @@ def chat(
     attached = [read_text(path) for path in attach or ()]
     check_room(attached, context)
     question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
-    sampling: dict[str, float | int | str] = {
-        name: value
-        for name, value in (("temperature", temperature), ("seed", seed), ("max_tokens", max_tokens))
-        if value is not None
-    }
-    plain = plain or os.environ.get("TERM") == "dumb"
+    drawn = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+    sampling: dict[str, float | int | str] = {name: value for name, value in drawn.items() if value is not None}
     try:
         with ExitStack() as stack:
             placed = {"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split}
             wanted = engines.Wanted(model, context, placed, url, api_key, own)
-            _run(stack, _Asked(engines.checked(wanted), question, attached, plain, continue_, system, sampling))
+            _run(
+                stack,
+                _Asked(engines.checked(wanted), question, attached, _how(plain, inline), continue_, system, sampling),
+            )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+_How: TypeAlias = Literal["screen", "inline", "plain"]
+
+
+def _how(plain: bool, inline: bool) -> _How:
+    import os
+
+    return "plain" if plain or os.environ.get("TERM") == "dumb" else "inline" if inline else "screen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,7 @@ class _Asked:
     wanted: Wanted
     question: str | None
     attached: list[tuple[str, str]]
-    plain: bool
+    how: _How
     continues: bool
     system: str | None
     sampling: dict[str, float | int | str]
@@ -117,7 +129,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     sampling = dict(asked.sampling)
     if Settings().value("compaction") == "auto":
         sampling["truncation"] = "auto"
-    screen = question is None and not asked.plain
+    screen = question is None and asked.how == "screen"
     if not screen:
         gc.enable()  # the screen does so once it is drawn
     engine = engines.engine_for(stack, asked.wanted, last.model if last is not None else None, at_once=screen)
@@ -135,10 +147,8 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
             ask_once(client, name, session.request(), session.answer())
         return
     assert history is not None
-    if asked.plain:
-        from localllm_tui.line_chat import talk
-
-        talk(client, name, Session(history, name, conv_id=resume, system=system))
+    if not screen:
+        _in_lines(client, Session(history, name, conv_id=resume, system=system), asked)
         return
     from localllm.cli.chat.config import take_keys, tool_hosts
     from localllm.cli.chat.model_service import LocalModelService
@@ -156,17 +166,31 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     _on_screen(opening)
 
 
+def _in_lines(client: ChatClient, session: Session, asked: _Asked) -> None:
+    if asked.how == "inline":
+        from localllm_tui.inline.chat import talk_inline as talk
+    else:
+        from localllm_tui.line_chat import talk
+    _say_how_to_go_on(talk(client, session.model, session, asked.attached))
+
+
 def _on_screen(opening: ChatOptions) -> None:
     from localllm_tui.app import ChatApp
-    from localllm_tui.control.terminal import light_background, one_line
+    from localllm_tui.control.terminal import light_background
 
     light, typed = light_background()
     app = ChatApp(opening, light=light, typed=typed)
     app.run()
     if app.return_code:
         raise typer.Exit(app.return_code)
-    if app.chat.session.id is not None:
-        print(f"{one_line(app.chat.session.title)}: localllm chat --continue goes on with it")
+    _say_how_to_go_on(app.chat.session)
+
+
+def _say_how_to_go_on(session: Session) -> None:
+    from localllm_tui.control.terminal import one_line
+
+    if session.id is not None:
+        print(f"{one_line(session.title)}: localllm chat --continue goes on with it")
 
 
 def _terminals() -> bool:

@@ -78,6 +78,32 @@ _ATTRIBUTES = re.compile(r"\x1b\[\?[\d;]*c")
 _ANSWERS_WITHIN_S = 0.15
 
 
+_VERSION = re.compile(r"\x1bP>\|([^\x1b]*)\x1b\\")
+# Those that do not say what they are when asked, and break lines anew when their window is made narrower.
+_REFLOWING = (
+    "TMUX",
+    "VTE_VERSION",
+    "KITTY_WINDOW_ID",
+    "WT_SESSION",
+    "TERM_PROGRAM",
+    "KONSOLE_VERSION",
+    "ALACRITTY_WINDOW_ID",
+)
+
+
+def breaks_lines_anew() -> tuple[bool, str]:
+    """Whether the terminal breaks lines anew when its window is made narrower, rather than cut them off as xterm does; and
+    what was typed while it was asked what it is (XTVERSION)."""
+    said = ""
+    with suppress(ImportError, OSError, ValueError, AttributeError):
+        said = _asked(sys.__stdin__.fileno(), "\x1b[>q\x1b[c")  # type: ignore[union-attr]
+    found = _VERSION.search(said)
+    typed = printable(_ATTRIBUTES.sub("", _VERSION.sub("", said))).replace("\n", "")
+    if found is not None:
+        return not found.group(1).lower().startswith("xterm"), typed
+    return any(os.environ.get(name) for name in _REFLOWING) and "STY" not in os.environ, typed
+
+
 def light_background() -> tuple[bool, str]:
     """Whether the terminal's background is light, as it says itself (OSC 11); and what was typed meanwhile.
 

@@ -14,10 +14,10 @@ from textual.widgets import TextArea
 
 from localllm_tui.bindings import bindings_of, caught_by
 from localllm_tui.control.attachments import dropped_files
+from localllm_tui.control.characters import after, before
 from localllm_tui.control.commands import matching, parse
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
-from localllm_tui.widgets.graphemes import after, before
 from localllm_tui.widgets.slash_menu import SlashMenu
 
 # A longer paste would make each key slow: it is attached as a file.

@@ -1,0 +1,27 @@
+"""Where the characters that people see begin and end: an emoji of seven code points is one of them, so is a flag."""
+
+from __future__ import annotations
+
+# A line may be long; nothing that is seen as one character is.
+_LOOK_CHARS = 128
+
+
+def before(text: str, at: int) -> int:
+    """Where the character that ends at `at` (or has `at` within it) begins; 0 at the beginning."""
+    if at < 2 or text[at - 2 : at].isascii():
+        return max(0, at - 1)
+    start = max(0, at - _LOOK_CHARS)
+    return max((begin for begin, _ in _characters(text, start) if begin < at), default=0)
+
+
+def after(text: str, at: int) -> int:
+    """Where the character that begins at `at` ends; the end of the text there."""
+    if text[at : at + 2].isascii():
+        return min(len(text), at + 1)
+    return next((end for _, end in _characters(text, at)), len(text))
+
+
+def _characters(text: str, start: int) -> list[tuple[int, int]]:
+    import regex  # who types ASCII needs no tables of Unicode
+
+    return [found.span() for found in regex.finditer(r"\X", text, pos=start, endpos=start + 2 * _LOOK_CHARS)]

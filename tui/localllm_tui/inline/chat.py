@@ -1,0 +1,384 @@
+"""`localllm chat --inline`: questions are typed below while answers go into the terminal's own scrollback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit.key_binding import KeyBindings
+from rich.console import Console
+from rich.text import Text
+
+from localllm.conversation.history import StoredMessage
+from localllm.errors import ContextLengthError, LocalLLMError
+from localllm_tui.control import commands
+from localllm_tui.control.answering import AnswerStream
+from localllm_tui.control.attachments import files_below, typed_in
+from localllm_tui.control.client import ChatClient
+from localllm_tui.control.meter import FileCost
+from localllm_tui.control.session import PendingAnswer, Session
+from localllm_tui.control.terminal import copy_with_tool, one_line, printable
+from localllm_tui.control.wording import note_under
+from localllm_tui.inline.page import Offer, Page
+from localllm_tui.line_chat import LineChat
+from localllm_tui.widgets.code import palette
+from localllm_tui.widgets.markdown import MarkdownRows
+
+QUIT_WITHIN_S = 2.0
+# Of a conversation that is opened: longer ones are in the full screen, or in the terminal already.
+TURNS_SHOWN = 6
+PROSE_COLUMNS = 100
+_FILES_OFFERED = 50
+_EARLIER_ASKED = 200
+# The terminal's own colours, so that they fit whatever its ground is.
+_COLOURS = {"primary": "ansi_blue", "text-primary": "ansi_blue", "text-accent": "ansi_magenta", "text-success": "ansi_green",
+            "text-warning": "ansi_yellow", "text-error": "ansi_red", "text-secondary": "ansi_cyan"}  # fmt: skip
+_AT = re.compile(r"(?:^|\s)@(\S*)$")
+
+
+class InlineAnswer:
+    """An answer as it comes: finished blocks are written for good, the last one stands above the input."""
+
+    def __init__(self, page: Page, look: Console) -> None:
+        self._page, self._look = page, look
+        self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))  # kept: what is written is not laid out again
+        self._rows = MarkdownRows()
+        self._written = 0
+
+    def feed(self, text: str = "", reasoning: str = "") -> None:
+        if reasoning and not self._rows.source:
+            self.progress("thinking…")
+        if text:
+            self._rows.add(printable(text))
+            rows = self._rows.at(self._width)
+            if self._rows.finished > self._written:
+                self._page.write(self._drawn(self._written, self._rows.finished))
+                self._written = self._rows.finished
+            self._page.tail = self._drawn(self._written, len(rows))
+            self._page.changed()
+
+    def progress(self, what: str) -> None:
+        if not self._rows.source:
+            self._page.tail = what
+            self._page.changed()
+
+    def end(self, note: str) -> None:
+        """Write what is left of it, and a line about how it ended."""
+        self._page.tail = ""
+        rest = self._drawn(self._written, len(self._rows.at(self._width)))
+        self._page.write("\n".join(part for part in (rest, note and f"({note})") if part) + "\n\n")
+
+    def _drawn(self, first: int, last: int) -> str:
+        with self._look.capture() as said:
+            for row in self._rows.at(self._width)[first:last]:
+                self._look.print(row.text, soft_wrap=True, highlight=False, markup=False)
+        return said.get().removesuffix("\n")
+
+
+class InlineChat(LineChat):
+    """The chat of `--plain` on a page: what it prints goes above the input, and one can type while an answer comes."""
+
+    def __init__(
+        self, client: ChatClient, model: str, session: Session, *, reflows: bool = False, typed: str = "",
+        copy: Callable[[str], bool] = copy_with_tool,
+    ) -> None:  # fmt: skip
+        super().__init__(client, model, session, copy)
+        self._interrupted_s = float("-inf")
+        self._queued = ""
+        self._running: asyncio.Task[None] | None = None
+        self._stream: AnswerStream | None = None
+        self._picking: tuple[Sequence[str], asyncio.Future[int | None]] | None = None
+        self._files: list[str] | None = None
+        self._costs: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._look = palette(_COLOURS)
+        self.page = Page(
+            submit=self._submit, offers=self._offers, status=self._status, keys=self._keys(), reflows=reflows, typed=typed,
+            asked=[*reversed(self.history.asked(limit=_EARLIER_ASKED))],
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        """Until the user leaves, or the terminal goes."""
+        async with self.client:
+            self.tell(f"{one_line(self.model)}: Enter sends, / offers commands, @ files, Ctrl+D leaves")
+            if self.session.turns:
+                await self.open(self.session)
+            with suppress(EOFError):
+                await self.page.app.run_async(pre_run=self._on_signals)
+            await self.stop_answer()
+
+    # -- what LineChat asks for ---------------------------------------------------------------------------------------
+
+    @property
+    def answering(self) -> bool:
+        return self._running is not None
+
+    @answering.setter
+    def answering(self, _: bool) -> None: ...
+
+    @property
+    def answer_text(self) -> str:
+        return self._stream.text if self._stream is not None and self.answering else ""
+
+    @answer_text.setter
+    def answer_text(self, _: str) -> None: ...
+
+    def tell(self, text: str) -> None:
+        self.page.write("\n".join(printable(line) for line in text.split("\n")) + "\n")
+
+    show = tell
+
+    async def pick(self, rows: Sequence[str]) -> int | None:
+        self._picking = (rows, asyncio.get_running_loop().create_future())
+        self.page.replace("")
+        self.page.offer()
+        return await self._picking[1]
+
+    def edit(self, turn: StoredMessage) -> None:
+        self._editing = turn
+        self.page.replace(typed_in(turn))
+
+    async def open(self, session: Session, at: int = 0) -> None:
+        await self.stop_answer()
+        self.session, self._editing = session, None
+        turns = session.turns
+        if len(turns) > TURNS_SHOWN:
+            self.tell(f"… {len(turns) - TURNS_SHOWN:,} earlier turns: localllm chat shows them all")
+        for turn in turns[-TURNS_SHOWN:]:
+            self._write_turn(turn)
+
+    async def redraw(self) -> None:
+        if self.session.turns:
+            self._write_turn(self.session.turns[-1])
+
+    async def stop_answer(self) -> bool:
+        if self._running is None:
+            return False
+        self._running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._running
+        return True
+
+    async def leave(self) -> None:
+        if not self.left:
+            self.left = True
+            await self.stop_answer()
+            self.page.app.exit()
+
+    # -- questions and answers ----------------------------------------------------------------------------------------
+
+    def _write_turn(self, turn: StoredMessage) -> None:
+        if turn.role == "assistant":
+            answer = InlineAnswer(self.page, self._look)
+            answer.feed(turn.content)
+            answer.end(note_under(turn))
+        else:
+            names = ", ".join(str(name) for name in turn.meta.get("attached", ()))
+            with self._look.capture() as said:
+                shown = printable(typed_in(turn)).replace("\n", "\n  ") + (f"  [{one_line(names)}]" if names else "")
+                self._look.print(Text(f"> {shown}", "bold"), soft_wrap=True, highlight=False)
+            self.page.write(said.get() + "\n")
+
+    def _submit(self, text: str) -> None:
+        text = text.strip()
+        if self._picking is not None or not (text or self.attached):
+            return
+        command = commands.parse(text)
+        if command is None and self.answering:
+            self._queued = text
+            self.page.changed()
+            return
+        self.page.buffer.append_to_history()
+        self.page.replace("")
+        self._start(self._command(*command) if command is not None else self._asked(commands.question(text)))
+
+    def _start(self, what: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(self._reporting(what))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reporting(self, what: Coroutine[Any, Any, None]) -> None:
+        try:
+            await what
+        except LocalLLMError as e:
+            self._say_error(e)
+        if self.pending is not None and not self.left:
+            keep, self.pending = self.pending, None
+            await self.stop_answer()
+            self._running = asyncio.ensure_future(self._answer(keep))
+
+    async def _asked(self, text: str) -> None:
+        await self.ask(text)
+        if self.session.turns and self.session.turns[-1].role == "user":
+            self._write_turn(self.session.turns[-1])
+
+    async def _command(self, name: str, argument: str) -> None:
+        if commands.needs_screen(name):
+            self.tell(f"/{name} needs the screen: start the chat without --inline")
+        else:
+            await commands.run(self, name, argument)
+
+    async def _answer(self, keep: PendingAnswer) -> None:
+        shown = InlineAnswer(self.page, self._look)
+        self._stream = AnswerStream(keep)
+        compacts = self.client.compacts or self.session.compacts
+        trouble: LocalLLMError | None = None
+        shown.progress("waiting for the first token…")
+        try:
+            stream = self.client.stream(self.model, keep.messages, compact=compacts, continues=keep.continues)
+            await self._stream.run(stream, shown)
+        except LocalLLMError as e:
+            trouble = e
+        except asyncio.CancelledError:
+            pass  # stopped by the user: the rest is an ordinary end
+        finally:
+            turn = self._stream.turn
+            shown.end(note_under(turn) if turn is not None else "" if trouble else "no answer: /retry asks again")
+            self._running = None
+        if trouble is not None:
+            self._say_error(trouble)
+            if self.session.unanswered:
+                self.session.fail_question()
+            if isinstance(trouble, ContextLengthError) and not compacts:
+                self.tell("/compact leaves out the oldest messages and asks again")
+        queued, self._queued = self._queued, ""
+        if queued and trouble is None and self.page.buffer.text.strip() == queued:
+            self._submit(queued)
+
+    def _say_error(self, e: LocalLLMError) -> None:
+        self.tell(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else "") + "\n")
+
+    # -- the lines below ----------------------------------------------------------------------------------------------
+
+    def _status(self) -> str:
+        used = self.session.used_tokens
+        parts = [one_line(self.model), f"{used:,} tokens" if used else ""]
+        if self._stream is not None and (speed := self._stream.meter.tok_s):
+            parts.append(f"{speed:.1f} tok/s")
+        if self.attached:
+            parts.append("+ " + ", ".join(one_line(name) for name, _ in self.attached))
+        if self.answering:
+            parts.append("Esc stops" + (" · sent when this answer ends" if self._queued else ""))
+        if self._editing is not None:
+            parts.append("Enter asks again, the old version is kept")
+        return " " + " · ".join(part for part in parts if part)[: max(10, self.page.columns - 2)]
+
+    def _offers(self, page: Page) -> Sequence[Offer]:
+        if self._picking is not None:
+            rows, words = self._picking[0], page.buffer.text.lower()
+            return [
+                Offer(one_line(row), "", partial(self._picked, n), partial(self._picked, n))
+                for n, row in enumerate(rows)
+                if words in row.lower()
+            ]
+        at = _AT.search(page.buffer.document.text_before_cursor)
+        if at is not None:
+            return self._files_like(at.group(1).lower())
+        return [self._of_command(command) for command in commands.offered(page.buffer.text)]
+
+    def _of_command(self, command: commands.Command) -> Offer:
+        wants = bool(command.argument) and not command.argument.startswith("[")
+        fill = partial(self.page.replace, f"/{command.name}" + (" " if command.argument else ""))
+        run = fill if wants else partial(self._submit, f"/{command.name}")
+        return Offer(command.usage, command.help, fill, run)
+
+    def _picked(self, n: int | None) -> None:
+        if self._picking is not None:
+            done, self._picking = self._picking[1], None
+            self.page.replace("")
+            self.page.offer()
+            if not done.done():
+                done.set_result(n)
+
+    def _files_like(self, letters: str) -> Sequence[Offer]:
+        if self._files is None:
+            self._files = []
+            self._start(self._read_files())
+        found = sorted((name for name in self._files if letters in name.lower()), key=len)[:_FILES_OFFERED]
+        if found and found[0] not in self._costs:
+            self._costs[found[0]] = ""
+            self._start(self._count(found[0]))
+        return [
+            Offer(one_line(name), self._costs.get(name, ""), partial(self._take, name), partial(self._take, name))
+            for name in found
+        ]
+
+    async def _read_files(self) -> None:
+        self._files = await asyncio.to_thread(files_below, Path.cwd())
+        self.page.offer()
+
+    async def _count(self, name: str) -> None:
+        self._costs[name] = (await FileCost.of(self.client, self.model, Path(name), self.n_ctx)).words
+        self.page.offer()
+
+    def _take(self, name: str) -> None:
+        buffer = self.page.buffer
+        at = _AT.search(buffer.document.text_before_cursor)
+        if at is not None:
+            buffer.delete_before_cursor(len(at.group(1)))
+            buffer.insert_text(f"{Path(name).name} ")
+            self._start(self._command("attach", name))
+
+    # -- keys and signals ---------------------------------------------------------------------------------------------
+
+    def _keys(self) -> KeyBindings:
+        keys = KeyBindings()
+        keys.add("c-c")(lambda _: self._interrupt())
+        keys.add("escape")(lambda _: self._escape())
+        keys.add("c-d")(lambda _: self.page.buffer.delete() if self.page.buffer.text else self._start(self.leave()))
+        keys.add("c-q")(lambda _: self._start(self.leave()))
+        return keys
+
+    def _escape(self) -> None:
+        self._queued, self._editing = "", None
+        if self._picking is not None:
+            self._picked(None)
+        elif self.answering:
+            self._start(self._stop())
+
+    async def _stop(self) -> None:
+        await self.stop_answer()
+
+    def _interrupt(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._queued = ""
+        if self._picking is not None:
+            self._picked(None)
+        elif self.page.buffer.text:
+            self.page.replace("")
+        elif self.answering:
+            self._start(self._stop())
+        elif now - self._interrupted_s < QUIT_WITHIN_S:
+            self._start(self.leave())
+        else:
+            self._interrupted_s = now
+            self.page.hint("Ctrl+C again quits")
+
+    def _on_signals(self) -> None:
+        """SIGHUP and SIGTERM leave; a sleep (SIGTSTP, SIGSTOP) gives the terminal back and takes it again."""
+        loop = asyncio.get_running_loop()
+        for name in ("SIGHUP", "SIGTERM"):
+            with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
+                loop.add_signal_handler(getattr(signal, name), lambda: self._start(self.leave()))
+        loop.call_soon(self.page.keep_terminal_over_sleep)  # once the terminal is as it is kept
+
+
+def talk_inline(client: ChatClient, model: str, session: Session, attached: Sequence[tuple[str, str]] = ()) -> Session:
+    """Chat in the scrollback until the user leaves; returns the conversation of then. `attached` go with the first question."""
+    from localllm_tui.control.terminal import breaks_lines_anew
+
+    os.environ.setdefault(
+        "PROMPT_TOOLKIT_NO_CPR", "1"
+    )  # the place of the cursor is not needed, and not every terminal tells it
+    reflows, typed = breaks_lines_anew()
+    chat = InlineChat(client, model, session, reflows=reflows, typed=typed)
+    chat.attached = list(attached)
+    asyncio.run(chat.run())
+    return chat.session
