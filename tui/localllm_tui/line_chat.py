@@ -38,7 +38,7 @@ class LineChat:
         self.n_ctx: int | None = None
         self.system_asked: str | None = session.system or None
         self.attached: list[tuple[str, str]] = []
-        self.answering = False
+        self.answering = self.runs_commands = False
         self.answer_text = ""
         self.pending: PendingAnswer | None = None
         self.left = False
@@ -102,8 +102,16 @@ class LineChat:
         """Nothing runs while a command is typed."""
         return False
 
-    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False) -> None:
-        self.pending = self.session.answer(to, continues=continues)
+    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False, model: str = "") -> None:
+        self.pending = self.session.answer(to, continues=continues, model=model)
+
+    async def write(self, text: str) -> None:
+        self.tell(f"> {printable(text)}")
+        await self.ask(text)
+
+    async def approve(self, about: str, what: str) -> bool:
+        self.tell(f"{about}:\n  {printable(what)}")
+        return await self.pick(["yes, and do not ask again in this chat", "no"]) == 0
 
     async def redraw(self) -> None:
         if self.session.turns:
@@ -235,7 +243,7 @@ def _run_and_report(client: ChatClient, what: Coroutine[Any, Any, None]) -> None
 def _answer(chat: LineChat, keep: PendingAnswer) -> None:
     compacts = chat.client.compacts or chat.session.compacts
     try:
-        ask_once(chat.client, chat.model, keep.messages, keep, compact=compacts)
+        ask_once(chat.client, keep.model, keep.messages, keep, compact=compacts)
     except KeyboardInterrupt:
         print("(stopped; /more goes on)", file=sys.stderr)
     except LocalLLMError as e:

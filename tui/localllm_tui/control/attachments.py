@@ -32,7 +32,7 @@ def read_text(path: Path) -> tuple[str, str]:
     path = path.expanduser()
     try:
         if path.is_dir():
-            raise UsageError(f"{path} is a folder, and only files can be attached", hint="attach the files one by one")
+            raise UsageError(f"{path} is a folder", hint="/attach takes it with all its texts")
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise UsageError(f"{path.name} is {size:,} bytes, and at most {MAX_BYTES:,} can be attached")
@@ -53,6 +53,46 @@ def read_text(path: Path) -> tuple[str, str]:
     if "\0" in text:
         raise UsageError(f"{path.name} is a binary file, and models read text and images")
     return path.name, text
+
+
+# More are no question; and each is a line in the list of what goes along.
+MOST_OF_A_FOLDER = 200
+
+
+def read_folder(folder: Path) -> tuple[list[tuple[str, str]], int]:
+    """(name, text) of the texts below a folder, but what git ignores; and how many files were left out, being none.
+
+    Raises UsageError for too many files or bytes, and where there is no text.
+    """
+    folder = folder.expanduser()
+    names = files_below(folder)
+    if len(names) > MOST_OF_A_FOLDER:
+        raise UsageError(f"{folder} has {len(names):,} files, and at most {MOST_OF_A_FOLDER} can go along",
+                         hint="attach a folder within it")  # fmt: skip
+    texts, size, left_out = [], 0, 0
+    for name in names:
+        try:
+            size += (folder / name).stat().st_size
+            if size > MAX_BYTES:
+                raise UsageError(
+                    f"the files below {folder} have more than {MAX_BYTES:,} bytes", hint="attach a folder within it"
+                )
+            text = read_text(folder / name)[1]
+        except OSError:
+            left_out += 1
+            continue
+        except UsageError:
+            if size > MAX_BYTES:
+                raise
+            left_out += 1
+            continue
+        if is_image(text):
+            left_out += 1
+        else:
+            texts.append((f"{folder.name}/{name}", text))
+    if not texts:
+        raise UsageError(f"{folder} has no text files", hint="what git ignores, hidden files and binaries are left out")
+    return texts, left_out
 
 
 def _text_of_pdf(name: str, data: bytes) -> str:
@@ -182,6 +222,13 @@ def files_below(folder: Path) -> list[str]:
         return sorted(names[:MOST_FILES])
     except (OSError, subprocess.SubprocessError):
         return sorted(_walk(folder))
+
+
+def files_and_folders(folder: Path) -> list[str]:
+    """The files below `folder`, and the folders that hold them, with a slash at the end."""
+    names = files_below(folder)
+    folders = {f"{parent.as_posix()}/" for name in names for parent in Path(name).parents if parent != Path()}
+    return sorted([*names, *folders])
 
 
 def _walk(folder: Path) -> Iterator[str]:

@@ -44,6 +44,7 @@ class Chat(Protocol):
     n_ctx: int | None  # None while not known
     session: Session
     system_asked: str | None  # that the chat was started with
+    runs_commands: bool  # whether the user said so
     attached: list[tuple[str, str]]  # files for the next question: name and text
 
     @property
@@ -65,8 +66,9 @@ class Chat(Protocol):
     async def stop_answer(self) -> bool:
         """Stop the answer in progress and wait until it is on disk. Returns whether there was one."""
 
-    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False) -> None:
-        """Ask for another answer to a question (None: the last), or to that of an answer; `continues`: for more of it.
+    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False, model: str = "") -> None:
+        """Ask for another answer to a question (None: the last), or to that of an answer; `continues`: for more of it;
+        `model`: of another model, this once.
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
@@ -84,5 +86,11 @@ class Chat(Protocol):
     def use_model(self, name: str, models: list[ListedModel]) -> None: ...
 
     def to_clipboard(self, text: str, what: str) -> None: ...
+
+    async def write(self, text: str) -> None:
+        """Have `text` as what is typed; ask it where nothing typed can be changed."""
+
+    async def approve(self, about: str, what: str) -> bool:
+        """Ask the user whether `what` may be done; `about` names it."""
 
     async def leave(self) -> None: ...

@@ -9,11 +9,22 @@ from pathlib import Path
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import UsageError
-from localllm_tui.control import import_export, sampling
-from localllm_tui.control.attachments import check_room, code_blocks, fenced, is_image, read_text, typed_in
+from localllm_tui.control import import_export, sampling, shell
+from localllm_tui.control.attachments import (
+    check_room,
+    code_blocks,
+    fenced,
+    is_image,
+    read_folder,
+    read_text,
+    typed_in,
+    with_files,
+)
 from localllm_tui.control.chat import Chat
-from localllm_tui.control.formatting import title_of
-from localllm_tui.control.import_export import to_json, to_markdown
+from localllm_tui.control.client import ListedModel
+from localllm_tui.control.formatting import how_many, title_of
+from localllm_tui.control.import_export import to_html, to_json, to_markdown
+from localllm_tui.control.prompts import Prompts
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line
 
@@ -57,10 +68,12 @@ async def resume(chat: Chat, conv_id: str, at: int = 0) -> None:
     await chat.open(session, at)
 
 
-async def retry(chat: Chat, _: str) -> None:
-    """Answer the last question again; the earlier answer stays as another version."""
+async def retry(chat: Chat, name: str) -> None:
+    """Answer the last question again, by the model of this name ("": the one in use); the earlier answer stays beside it."""
+    if name:
+        await _model_named(chat, name)
     await chat.stop_answer()
-    await chat.answer_again()
+    await chat.answer_again(model=name)
 
 
 async def continue_answer(chat: Chat, _: str) -> None:
@@ -149,12 +162,15 @@ async def _save(chat: Chat, name: str, mode: str) -> None:
     path = Path(name).expanduser()
     try:
         with path.open(mode, encoding="utf-8") as f:
-            f.write(to_json(chat.session) if path.suffix.lower() == ".json" else to_markdown(chat.session))
+            f.write(_WRITERS.get(path.suffix.lower(), to_markdown)(chat.session))
     except FileExistsError:
         raise UsageError(f"{path} exists already", hint=f"/save! {name} overwrites it") from None
     except OSError as e:
         raise UsageError(f"{path} can't be written: {e.strerror or e}") from e
     await chat.say(f"saved to {path}")
+
+
+_WRITERS = {".json": to_json, ".html": to_html, ".htm": to_html}
 
 
 async def title(chat: Chat, text: str) -> None:
@@ -182,12 +198,28 @@ async def attach(chat: Chat, name: str) -> None:
     if name == "-":
         chat.detach()
         return
+    if Path(name).expanduser().is_dir():
+        await _attach_folder(chat, Path(name))
+        return
     name, text = await asyncio.to_thread(read_text, Path(name))
     if is_image(text):
         _, why_not = await chat.client.counted(chat.model, [{"role": "user", "content": fenced(name, text)}])
         if why_not:
             raise UsageError(f"{one_line(name)} can't go along: {why_not}", hint="another model may read it: /model")
     attach_text(chat, name, text)
+
+
+async def _attach_folder(chat: Chat, folder: Path) -> None:
+    files, left_out = await asyncio.to_thread(read_folder, folder)
+    check_room([*chat.attached, *files], chat.n_ctx)
+    tokens, _ = await chat.client.counted(chat.model, [{"role": "user", "content": with_files("", files)}])
+    for name, text in files:
+        chat.attach(name, text)
+    cost = f", {tokens:,} tokens" if tokens is not None else ""
+    rest = f"; {left_out} that are no text stay" if left_out else ""
+    await chat.say(
+        f"{one_line(str(folder))}: {how_many(len(files), 'file')} go along{cost}{rest}; /attach - takes them back"
+    )
 
 
 def attach_text(chat: Chat, name: str, text: str) -> None:
@@ -218,13 +250,56 @@ async def model(chat: Chat, name: str) -> None:
         more = "\n/model NAME uses another" if len(names) > 1 else "\nlocalllm chat -m NAME starts with another"
         await chat.say("models on this server:\n" + "\n".join(lines) + more)
         return
-    found = None
-    if name not in names:
-        found = await chat.client.model(name)  # it may be new, or an alias
-        if found is None:
-            raise UsageError(f"this server has no model {name!r}", hint="it has " + ", ".join(names))
-    chat.use_model(name, models if found is None else [*models, replace(found, name=name)])
+    chat.use_model(name, await _model_named(chat, name))
     await chat.say(f"{name} answers from here on; where it is not in memory yet, the next question loads it")
+
+
+async def _model_named(chat: Chat, name: str) -> list[ListedModel]:
+    """The server's models, this one among them. Raises UsageError where it has none of this name."""
+    models = await chat.client.models()
+    names = [m.name for m in models]
+    if name in names:
+        return models
+    found = await chat.client.model(name)  # it may be new, or an alias
+    if found is None:
+        raise UsageError(f"this server has no model {name!r}", hint="it has " + ", ".join(names))
+    return [*models, replace(found, name=name)]
+
+
+async def run_shell(chat: Chat, command: str) -> None:
+    """Send what a command prints along with the next question, shown first; asks before the first of a chat."""
+    if not command:
+        raise UsageError("/run needs a command", hint="for example !git diff")
+    if not chat.runs_commands and not await chat.approve("a command is to run on this machine", command):
+        await chat.say(f"not run: {one_line(command)}")
+        return
+    chat.runs_commands = True
+    said = await shell.output_of(command)
+    await chat.say(fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True)
+    attach_text(chat, f"$ {one_line(command)}", said)
+
+
+async def save_prompt(chat: Chat, what: str) -> None:
+    """Keep a prompt: "NAME TEXT", or the last question as NAME."""
+    name, _, text = what.partition(" ")
+    if not name:
+        raise UsageError("/save-prompt needs a name", hint="for example /save-prompt review Look for bugs in this")
+    _prompts(chat).save(name, text.strip() or typed_in(chat.session.last_question))
+    await chat.say(f"kept: /prompt {name} writes it")
+
+
+async def use_prompt(chat: Chat, what: str) -> None:
+    """Write a prompt into the input, and what follows its name below it; without a name, list them."""
+    name, _, more = what.partition(" ")
+    if name:
+        await chat.write("\n\n".join(part for part in (_prompts(chat).text(name), more.strip()) if part))
+        return
+    names = _prompts(chat).names()
+    await chat.say("prompts: " + ", ".join(names) if names else "no prompt is kept; /save-prompt NAME TEXT keeps one")
+
+
+def _prompts(chat: Chat) -> Prompts:
+    return Prompts(chat.history.path.parent / "prompts")
 
 
 async def set_sampling(chat: Chat, text: str) -> None:

@@ -64,7 +64,11 @@ COMMANDS = (
         "continue", actions.resume_last, "go on with a stopped answer; else open the last conversation", "",
         "Continue", ("resume",)
     ),
-    Command("retry", actions.retry, "answer the last question again", "", "Retry the last answer", ("regenerate",)),
+    Command("retry", actions.retry, "answer the last question again, by another model if one is named", "[MODEL]", "Retry the last answer",
+        ("regenerate",)),
+    Command(
+        "compare", None, "see the versions of the last answer side by side", "", "Compare answers", screen="compare:open_compare",
+    ),
     Command("more", actions.continue_answer, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
     Command(
         "earlier", actions.show_earlier_version, "show the version before of the last answer",
@@ -85,12 +89,18 @@ COMMANDS = (
         "copy", actions.copy, "copy the last answer, or its last (or Nth) code block", "[code [N]]", "Copy the last answer"
     ),
     Command(
-        "save", actions.save, "write the conversation to a file, Markdown or JSON (/save! overwrites)",
-        "FILE.md|.json", insist=actions.save_over
+        "save", actions.save, "write the conversation to a file: Markdown, HTML or JSON (/save! overwrites)",
+        "FILE.md|.html|.json", insist=actions.save_over
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
     Command("import", actions.import_from, "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
-    Command("attach", actions.attach, "send a file along with the next question (- takes back)", "FILE"),
+    Command("attach", actions.attach, "send a file or a folder along with the next question (- takes back)", "FILE"),
+    Command(
+        "run", actions.run_shell, "send what a command prints along with the next question; !COMMAND does too", "COMMAND",
+        screen="shell:run_beside",
+    ),
+    Command("prompt", actions.use_prompt, "write a prompt that was kept, or list them", "[NAME]"),
+    Command("save-prompt", actions.save_prompt, "keep a prompt under a name: the text, or the last question", "NAME [TEXT]"),
     Command(
         "asked", None, "search what was asked before, in any conversation, and ask it again", "[WORDS]", "Earlier questions",
         screen="asked:open_asked", keys="ctrl+r", label="Ctrl+R",
@@ -131,14 +141,20 @@ KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.key
 _NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
 
 # A word, so that a path like /etc/hosts is a question and not a command.
-_COMMAND = re.compile(r"/([a-z?]+!?)(?:[ \t]+(.*))?$", re.DOTALL | re.IGNORECASE)
+_COMMAND = re.compile(r"/([a-z?-]+!?)(?:[ \t]+(.*))?$", re.DOTALL | re.IGNORECASE)
+
+
+# A word at once: "! dear" and "!?" are no commands.
+_SHELL = re.compile(r"![^\s!?.]")
 
 
 def parse(text: str) -> tuple[str, str] | None:
     """(name, argument) when `text` is a slash command, known or not; None when it is a question.
 
-    Two slashes send a question that begins with one.
+    Two slashes send a question that begins with one; two exclamation marks too.
     """
+    if _SHELL.match(text.strip()):
+        return "run", text.strip()[1:]
     found = _COMMAND.match(text.strip())
     if found is None:
         return None
@@ -167,12 +183,12 @@ def opener(name: str) -> str:
 
 def question(text: str) -> str:
     """The question as sent: without the slash that kept it from being a command."""
-    return text[1:] if text.startswith("//") else text
+    return text[1:] if text.startswith(("//", "!!")) else text
 
 
 def matching(prefix: str) -> list[Command]:
     """The commands a half-typed "/pre" can become."""
-    if not prefix.startswith("/") or not re.fullmatch(r"/[a-z]*", prefix):
+    if not prefix.startswith("/") or not re.fullmatch(r"/[a-z-]*", prefix):
         return []
     return [c for c in COMMANDS if c.name.startswith(prefix[1:])]
 
@@ -180,7 +196,7 @@ def matching(prefix: str) -> list[Command]:
 def offered(typed: str) -> list[Command]:
     """The commands to offer for a half-typed one: those that begin so, then those with it anywhere in their names."""
     first = matching(typed)
-    if not re.fullmatch(r"/[a-z]*", typed):
+    if not re.fullmatch(r"/[a-z-]*", typed):
         return []
     return [*first, *(c for c in COMMANDS if c not in first and typed[1:] in c.name)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -90,6 +91,53 @@ def _body(turn: StoredMessage) -> list[str]:
 
 def _folded(title: str, parts: list[str]) -> str:
     return "\n\n".join([f"<details><summary>{title}</summary>", *parts, "</details>"])
+
+
+# Nothing of a conversation is run or fetched by whoever opens the file.
+_HTML = """<!doctype html>
+<html><head><meta charset="utf-8"><title>{title}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ max-width: 48rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.55 system-ui, sans-serif; }}
+section {{ border-left: 3px solid #8888; padding-left: 1rem; margin: 1.5rem 0; }}
+section.user {{ border-color: #48f; }}
+h2 {{ font-size: 1rem; }}
+pre, code {{ background: #8882; border-radius: 4px; }}
+pre {{ padding: .6rem; overflow-x: auto; }}
+table {{ border-collapse: collapse; }} td, th {{ border: 1px solid #8888; padding: .2rem .5rem; }}
+img {{ max-width: 100%; }} summary {{ cursor: pointer; opacity: .8; }}
+</style></head><body>
+<h1>{title}</h1>
+{turns}
+</body></html>
+"""
+
+
+def to_html(session: Session) -> str:
+    """The branch that is shown as one page that needs nothing else; the other versions of each turn are folded."""
+    from markdown_it import MarkdownIt  # who saves no page needs no parser
+
+    markdown = MarkdownIt("gfm-like", {"html": False})
+
+    def body(turn: StoredMessage) -> str:
+        thought = (turn.reasoning or "").strip()
+        folded = f"<details><summary>thinking</summary>{markdown.render(thought)}</details>" if thought else ""
+        return folded + str(markdown.render(turn.content))
+
+    def section(kind: str, who: str, inside: str) -> str:
+        return f'<section class="{kind}"><h2>{escape(who)}</h2>{inside}</section>'
+
+    turns = [section("system", "System", markdown.render(session.system))] if session.system else []
+    for turn in session.turns:
+        versions = session.tree.versions(turn)
+        others = "".join(
+            f"<details><summary>version {n} of {len(versions)}</summary>{body(other)}</details>"
+            for n, other in enumerate(versions, 1)
+            if other.id != turn.id
+        )
+        turns.append(section(turn.role, _who(session, turn), body(turn) + others))
+    return _HTML.format(title=escape(session.title or "Conversation"), turns="\n".join(turns))
 
 
 _ROLES = ("system", "user", "assistant")

@@ -23,6 +23,7 @@ class KeyContext(Enum):
     HELP = "help"
     FILING = "filing"
     ASKED = "asked"
+    COMPARING = "comparing"
     MODELS = "models"
     ON_DISK = "on disk"
     APPROVING = "approving"
@@ -108,7 +109,7 @@ def remapped() -> Mapping[str, str]:
     return _remapped
 
 
-APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL = (
+APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL, COMPARE = (
     "app",
     "chat",
     "composer",
@@ -120,6 +121,7 @@ APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL 
     "models",
     "slider",
     "approval",
+    "compare",
 )
 
 KEYS = (
@@ -211,6 +213,9 @@ KEYS = (
     Key(SLIDER, "home", "Home", "first"),
     Key(SLIDER, "end", "End", "last"),
     Key(GLASS, "escape,q,f3,enter", "Esc", "close"),
+    Key(COMPARE, "left", "←→", "other(-1)", hints={KeyContext.COMPARING: "another version"}),
+    Key(COMPARE, "right", "Right", "other(1)"),
+    Key(COMPARE, "escape,q", "Esc", "close", hints={KeyContext.COMPARING: "closes"}),
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={KeyContext.HELP: "closes"}),
     Key(FILES, "enter", "Enter", hints={KeyContext.FILING: "sends it along", KeyContext.ASKED: "brings it back"}),
     Key(FILES, "up", "Up, Down", hints={KeyContext.ASKED: "newer, older"}),

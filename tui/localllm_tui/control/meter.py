@@ -13,7 +13,15 @@ from rich.cells import cell_len
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, UsageError
-from localllm_tui.control.attachments import MAX_BYTES_PER_TOKEN, data_url, fenced, is_pdf, read_text
+from localllm_tui.control.attachments import (
+    MAX_BYTES_PER_TOKEN,
+    data_url,
+    fenced,
+    is_pdf,
+    read_folder,
+    read_text,
+    with_files,
+)
 from localllm_tui.control.client import AnswerUsage, ChatClient
 from localllm_tui.control.formatting import BAR_CELLS, amount, bar, elide
 from localllm_tui.control.session import Session
@@ -244,6 +252,8 @@ class FileCost:
     @classmethod
     async def of(cls, client: ChatClient, model: str, path: Path, n_ctx: int | None) -> FileCost:
         """Counted by the server; a file that can't fit whatever the tokenizer is not even read."""
+        if path.is_dir():
+            return await cls._of_folder(client, model, path, n_ctx)
         try:
             size = path.stat().st_size
             with path.open("rb") as f:
@@ -261,9 +271,24 @@ class FileCost:
         tokens, why_not = await client.counted(model, [{"role": "user", "content": fenced(name, text)}])
         if picture and why_not:
             return cls(refused=why_not.rpartition(": ")[2])
-        if tokens is not None and n_ctx is not None and tokens >= n_ctx:
-            return cls(tokens, f"too long: {tokens:,} tokens")
-        return cls(tokens)
+        return cls._counted(tokens, n_ctx)
+
+    @classmethod
+    def _counted(cls, tokens: int | None, n_ctx: int | None) -> FileCost:
+        too_long = tokens is not None and n_ctx is not None and tokens >= n_ctx
+        return cls(tokens, f"too long: {tokens:,} tokens" if too_long else "")
+
+    @classmethod
+    async def _of_folder(cls, client: ChatClient, model: str, path: Path, n_ctx: int | None) -> FileCost:
+        try:
+            files, _ = await asyncio.to_thread(read_folder, path)
+        except UsageError as e:
+            return cls(refused=e.message.partition(" has ")[2] or "too long")
+        size = sum(len(text.encode()) for _, text in files)
+        if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
+            return cls(refused=f"too long: {amount(size)}")
+        tokens, _ = await client.counted(model, [{"role": "user", "content": with_files("", files)}])
+        return cls._counted(tokens, n_ctx)
 
     @property
     def words(self) -> str:

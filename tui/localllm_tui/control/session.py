@@ -239,8 +239,9 @@ class Session:
                 messages.append({"role": turn.role, "content": turn.content})
         return messages
 
-    def answer(self, to: StoredMessage | None = None, *, continues: bool = False) -> PendingAnswer:
-        """Begin the answer to a question (None: the last one), beside those it has; `to` may be one of these.
+    def answer(self, to: StoredMessage | None = None, *, continues: bool = False, model: str = "") -> PendingAnswer:
+        """Begin the answer to a question (None: the last one), beside those it has; `to` may be one of these. `model`: of another
+        model than the conversation's.
 
         `continues`: more of the answer there is, which was stopped, cut or broken off. Raises UsageError when nothing was
         asked, or there is nothing to go on with.
@@ -252,7 +253,7 @@ class Session:
         question = self.tree.parent(to) if to.role == "assistant" else to
         if question is None:
             raise UsageError("there is no question before this answer", hint="ask one, and it is answered")
-        return PendingAnswer(self, question)
+        return PendingAnswer(self, question, model=model)
 
     def _to_go_on(self, turn: StoredMessage | None) -> StoredMessage:
         if turn is None:
@@ -319,8 +320,11 @@ class Session:
 class PendingAnswer:
     """An answer while it streams. Nothing is stored, and no other version touched, before its first text."""
 
-    def __init__(self, session: Session, question: StoredMessage, begun: StoredMessage | None = None) -> None:
+    def __init__(
+        self, session: Session, question: StoredMessage, begun: StoredMessage | None = None, *, model: str = ""
+    ) -> None:
         self.session = session
+        self.model = model or session.model
         self.continues = begun is not None
         self.question = question
         self._begun = begun
@@ -379,7 +383,7 @@ class PendingAnswer:
 
     def _save(self, meta: dict[str, Any], *, complete: bool) -> StoredMessage:
         tree = self.session.tree
-        meta = {"model": self.session.model, **meta}
+        meta = {"model": self.model, **meta}
         if self._message is not None:
             try:
                 return self._saved(tree.rewrite(self._message, self.text, self.reasoning, meta, complete))

@@ -20,13 +20,13 @@ from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerStream
-from localllm_tui.control.attachments import files_below, typed_in
+from localllm_tui.control.attachments import files_and_folders, typed_in
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import copy_with_tool, one_line, printable
 from localllm_tui.control.wording import note_under
-from localllm_tui.inline.page import Offer, Page
+from localllm_tui.inline.page import InlinePage, Offer
 from localllm_tui.line_chat import LineChat
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
@@ -46,7 +46,7 @@ _AT = re.compile(r"(?:^|\s)@(\S*)$")
 class InlineAnswer:
     """An answer as it comes: finished blocks are written for good, the last one stands above the input."""
 
-    def __init__(self, page: Page, look: Console) -> None:
+    def __init__(self, page: InlinePage, look: Console) -> None:
         self._page, self._look = page, look
         self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))  # kept: what is written is not laid out again
         self._rows = MarkdownRows()
@@ -99,7 +99,7 @@ class InlineChat(LineChat):
         self._costs: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = palette(_COLOURS)
-        self.page = Page(
+        self.page = InlinePage(
             submit=self._submit, offers=self._offers, status=self._status, keys=self._keys(), reflows=reflows, typed=typed,
             asked=[*reversed(self.history.asked(limit=_EARLIER_ASKED))],
         )  # fmt: skip
@@ -140,6 +140,9 @@ class InlineChat(LineChat):
         self.page.replace("")
         self.page.offer()
         return await self._picking[1]
+
+    async def write(self, text: str) -> None:
+        self.page.replace(text)
 
     def edit(self, turn: StoredMessage) -> None:
         self._editing = turn
@@ -232,7 +235,7 @@ class InlineChat(LineChat):
         trouble: LocalLLMError | None = None
         shown.progress("waiting for the first token…")
         try:
-            stream = self.client.stream(self.model, keep.messages, compact=compacts, continues=keep.continues)
+            stream = self.client.stream(keep.model, keep.messages, compact=compacts, continues=keep.continues)
             await self._stream.run(stream, shown)
         except LocalLLMError as e:
             trouble = e
@@ -270,7 +273,7 @@ class InlineChat(LineChat):
             parts.append("Enter asks again, the old version is kept")
         return " " + " · ".join(part for part in parts if part)[: max(10, self.page.columns - 2)]
 
-    def _offers(self, page: Page) -> Sequence[Offer]:
+    def _offers(self, page: InlinePage) -> Sequence[Offer]:
         if self._picking is not None:
             rows, words = self._picking[0], page.buffer.text.lower()
             return [
@@ -311,7 +314,7 @@ class InlineChat(LineChat):
         ]
 
     async def _read_files(self) -> None:
-        self._files = await asyncio.to_thread(files_below, Path.cwd())
+        self._files = await asyncio.to_thread(files_and_folders, Path.cwd())
         self.page.offer()
 
     async def _count(self, name: str) -> None:

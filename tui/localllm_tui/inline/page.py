@@ -40,14 +40,14 @@ class Offer:
     run: Callable[[], None]
 
 
-class Page:
+class InlinePage:
     """What is typed, the menu above the status line, and the tail of an answer. `write` puts lines above them for good."""
 
     def __init__(
         self,
         *,
         submit: Callable[[str], None],
-        offers: Callable[[Page], Sequence[Offer]],
+        offers: Callable[[InlinePage], Sequence[Offer]],
         status: Callable[[], str],
         keys: KeyBindings,
         asked: Sequence[str] = (),

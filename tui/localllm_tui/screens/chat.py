@@ -119,6 +119,7 @@ class ChatScreen(ChatCatalogScreen):
 
     async def action_stop(self) -> None:
         self._queued = False
+        self.workers.cancel_group(self, "shell")
         if self.answering:
             await self.stop_answer()
         elif self._editing is not None:
@@ -285,13 +286,13 @@ class ChatScreen(ChatCatalogScreen):
         except LocalLLMError as e:
             await self.trouble(e)
 
-    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False) -> None:
+    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False, model: str = "") -> None:
         """Ask for another answer to a question (None: the last), or to that of an answer; `continues`: for more of it.
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
         self._unsaved.write_all()
-        keep = self.session.answer(to, continues=continues)
+        keep = self.session.answer(to, continues=continues, model=model)
         await self._ensure_shown(keep.question.id)
         views = self.transcript.views
         after = next((i + 1 for i, v in enumerate(views) if v.turn_id == keep.question.id), len(views))
@@ -308,6 +309,15 @@ class ChatScreen(ChatCatalogScreen):
         self._editing = turn
         self.composer.replace_text(typed_in(turn))
         self._show_state()
+
+    async def write(self, text: str) -> None:
+        self.composer.replace_text(text)
+
+    async def approve(self, about: str, what: str) -> bool:
+        from localllm_tui.screens.dialogs import Approval
+
+        said: bool = await self.app.push_screen(Approval(about, what), wait_for_dismiss=True)
+        return said is True
 
     def attach(self, name: str, text: str) -> None:
         self.attached.append((name, text))

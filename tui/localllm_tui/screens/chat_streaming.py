@@ -122,7 +122,7 @@ class ChatStreamingScreen(ChatViewScreen):
             await self.transcript.query(ChatNote).remove()
 
     async def _start_answer(self, keep: PendingAnswer) -> None:
-        view = AnswerView(self.model, keep.text, keep.reasoning)
+        view = AnswerView(keep.model, keep.text, keep.reasoning)
         self._answering = AnswerStream(keep, self._not_saved, view.tool)
         await self.transcript.mount(view)
         view.start()
@@ -136,7 +136,7 @@ class ChatStreamingScreen(ChatViewScreen):
 
     async def _count_prompt(self, keep: PendingAnswer, answering: AnswerStream) -> None:
         """Tell the meter of an answer on its way how long the prompt is; the server does so only at the end."""
-        tokens = await self.client.count(self.model, keep.messages)
+        tokens = await self.client.count(keep.model, keep.messages)
         if tokens and not answering.closed and not answering.meter.prompt_tokens:
             answering.meter.prompt_tokens = tokens
 
@@ -147,10 +147,10 @@ class ChatStreamingScreen(ChatViewScreen):
             compact = self.session.compacts
             if self.tools.on and not keep.continues:
                 stream = stream_with_tools(
-                    self.client, self.model, keep.messages, self.tools, self._ask_approval, compact=compact
+                    self.client, keep.model, keep.messages, self.tools, self._ask_approval, compact=compact
                 )
             else:
-                stream = self.client.stream(self.model, keep.messages, compact=compact, continues=keep.continues)
+                stream = self.client.stream(keep.model, keep.messages, compact=compact, continues=keep.continues)
             await answering.run(stream, view)
         except LocalLLMError as e:
             trouble = e

@@ -61,6 +61,7 @@ class ChatViewScreen(Screen[None]):
         self.tools = ToolBox(options.tools)
         self.greeting = options.greeting
         self.system_asked = options.system
+        self.runs_commands = False
         self.attached: list[tuple[str, str]] = list(options.attached)
         self.session = Session(options.history, options.model, conv_id=options.resume, system=options.system)
         self._drafts = Drafts(options.history.path.parent / "drafts")

@@ -140,31 +140,29 @@ class GlassScreen(ModalScreen[None]):
         self.query_one(Static).update(glass_text(lines))
 
 
-class ToolApproval(ModalScreen[bool]):
+class Approval(ModalScreen[bool]):
     """Dismisses with True for a yes alone."""
 
     DEFAULT_CSS = """
-    ToolApproval { align: center bottom; }
-    ToolApproval > VerticalScroll {
+    Approval { align: center bottom; }
+    Approval > VerticalScroll {
         width: 96%; max-width: 110; height: auto; max-height: 70%;
         border: heavy $warning; padding: 0 1; background: $surface;
     }
-    ToolApproval Static { height: auto; }
+    Approval Static { height: auto; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(APPROVAL)
 
-    def __init__(self, call: ToolCall, spec: ToolSpec) -> None:
+    def __init__(self, about: str, *said: str) -> None:
         super().__init__()
-        self._call, self._spec = call, spec
+        self._about, self._said = about, said
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
-            box.border_title = "the model asks for a tool"
+            box.border_title = frame_title(self._about)
             box.border_subtitle = hints(KeyContext.APPROVING)
-            about = " ".join(self._spec.description.split())
-            said = f"{self._spec.host}: {self._spec.name}" + (f" – {about}" if about else "")
-            yield Static(printable(said), markup=False)
-            yield Static(printable(arguments_text(self._call.arguments)), markup=False)
+            for said in self._said:
+                yield Static(printable(said), markup=False)
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
@@ -174,6 +172,13 @@ class ToolApproval(ModalScreen[bool]):
 
     def action_no(self) -> None:
         self.dismiss(False)
+
+
+class ToolApproval(Approval):
+    def __init__(self, call: ToolCall, spec: ToolSpec) -> None:
+        about = " ".join(spec.description.split())
+        named = f"{spec.host}: {spec.name}" + (f" – {about}" if about else "")
+        super().__init__("the model asks for a tool", named, arguments_text(call.arguments))
 
 
 def arguments_text(arguments: str) -> str:

@@ -12,7 +12,7 @@ from textual.fuzzy import Matcher
 from textual.widgets import Input
 from textual.widgets.option_list import Option
 
-from localllm_tui.control.attachments import files_below
+from localllm_tui.control.attachments import files_and_folders
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.formatting import elide
 from localllm_tui.control.meter import FileCost
@@ -40,7 +40,7 @@ class FilePicker(ListPicker[Path | None]):
         start(self, self._read, "read")
 
     async def _read(self) -> None:
-        self._names = await asyncio.to_thread(files_below, self._folder)
+        self._names = await asyncio.to_thread(files_and_folders, self._folder)
         self._fill(self.query_one(Input).value)
 
     def _choose(self, name: str) -> None:

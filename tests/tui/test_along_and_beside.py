@@ -1,0 +1,249 @@
+"""What goes with a question beyond a file (a command's output, a folder, a kept prompt), another model's answer, and HTML."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from localllm.conversation.history import History
+from localllm.errors import UsageError
+from localllm_tui.control import commands, shell
+from localllm_tui.control.attachments import MOST_OF_A_FOLDER, files_and_folders, read_folder
+from localllm_tui.control.import_export import to_html
+from localllm_tui.control.session import Session
+from localllm_tui.screens.compare import CompareScreen
+from localllm_tui.screens.dialogs import Approval
+from tui.conftest import Driver
+from tui.scripted_sse import ScriptedServer
+from tui.test_images import PIXEL
+
+posix = pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
+
+
+@posix
+def test_a_command_is_asked_for_once_and_its_output_goes_along(drive: Any, server: ScriptedServer) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await d.send("!echo first-$((40+2))")
+        await d.until(lambda: isinstance(d.app.screen, Approval) and "echo first-$((40+2))" in d.screen())
+        await d.press("n")
+        await d.until(lambda: "not run" in d.screen())
+        assert d.app.chat.attached == []
+        await d.send("!echo first-$((40+2))")
+        await d.until(lambda: isinstance(d.app.screen, Approval))
+        await d.press("y")
+        await d.until(lambda: "first-42" in d.screen() and len(d.app.chat.attached) == 1)
+        await d.send("!echo second >&2; exit 3")
+        await d.until(lambda: len(d.app.chat.attached) == 2)
+        await d.ask("what do they say?")
+
+    drive(play)
+    sent = server.requests[0]["messages"][0]["content"]
+    assert "File $ echo first-$((40+2)):" in sent
+    assert "\nfirst-42\n" in sent
+    assert "\nsecond\n[ended with 3]\n" in sent
+
+
+@posix
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("printf '\\033[31mred\\033[0m\\033]0;title\\007 and \\rback'", "red and back"),
+        ("yes", f"[cut after {shell.MOST_BYTES:,} bytes]"),
+        ("printf '\\377\\376'", "\ufffd\ufffd"),
+        ("true", "[it printed nothing]"),
+        ("no-such-program-at-all", "[ended with 127]"),
+        ("sleep 60 & sleep 60", "[stopped after 0.5 s]"),
+        ("cat", "[it printed nothing]"),
+    ],
+)
+def test_what_a_command_prints_is_bounded_and_plain(command: str, says: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    said = asyncio.run(shell.output_of(command, within_s=0.5 if "sleep" in command else 20))
+    assert said.endswith(says)
+    assert "\x1b" not in said
+    assert len(said) < shell.MOST_BYTES + 100
+    _, alive = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in before], timeout=5)
+    assert alive == []
+
+
+@posix
+def test_escape_ends_a_command(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        d.app.chat.runs_commands = True
+        began_s = time.monotonic()
+        await d.send("!sleep 300")
+        await d.until(lambda: any("sleep" in p.name() for p in psutil.Process().children(recursive=True)))
+        await d.press("escape")
+        await d.until(lambda: not any("sleep" in p.name() for p in psutil.Process().children(recursive=True)))
+        assert time.monotonic() - began_s < 60
+        assert d.app.chat.attached == []
+
+    drive(play)
+
+
+def test_what_begins_with_a_mark_and_is_no_command_is_a_question() -> None:
+    assert [commands.parse(text) for text in ("! dear", "!!ls", "!", "!?", "a !ls")] == [None] * 5
+    assert commands.parse("!ls -l | wc") == ("run", "ls -l | wc")
+    assert commands.parse("/save-prompt a b") == ("save-prompt", "a b")
+    assert commands.question("!!ls") == "!ls"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    here = tmp_path / "project"
+    (here / "src" / "deep").mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", here], check=True)
+    (here / ".gitignore").write_text("*.log\nbuild/\n")
+    (here / "build").mkdir()
+    for name in ("notes.txt", "src/a.py", "src/deep/b.py", "src/noise.log", "build/out.txt"):
+        (here / name).write_text(f"text of {name}")
+    (here / "src" / "shot.png").write_bytes(PIXEL)
+    (here / "src" / "picture.bin").write_bytes(b"\0\1\2")
+    monkeypatch.chdir(here)
+    return here
+
+
+def test_a_folder_goes_along_without_what_git_ignores(drive: Any, server: ScriptedServer, folder: Path) -> None:
+    server.count = lambda text: len(text.split())
+    server.answer("ok")
+    assert [name for name in files_and_folders(folder) if name.endswith("/")] == ["src/", "src/deep/"]
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: d.app.chat.n_ctx is not None)
+        await d.press("@", *"src/")
+        await d.until(lambda: any("src/ " in line and "tokens" in line for line in d.screen().splitlines()))
+        await d.press("enter")
+        await d.until(lambda: "2 files go along" in d.screen() and "2 that are no text stay" in d.screen())
+        await d.ask("what is there?")
+
+    drive(play, size=(120, 40))
+    sent = server.requests[0]["messages"][0]["content"]
+    assert "File src/a.py:" in sent
+    assert "text of src/deep/b.py" in sent
+    assert "noise" not in sent
+
+
+def test_a_folder_that_is_too_much_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no text files"):
+        read_folder(tmp_path)
+    for n in range(MOST_OF_A_FOLDER + 1):
+        (tmp_path / f"{n}.txt").write_text("x")
+    with pytest.raises(UsageError, match=f"at most {MOST_OF_A_FOLDER}"):
+        read_folder(tmp_path)
+
+
+def test_prompts_are_kept_and_written(drive: Any, server: ScriptedServer, history: History) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await d.send("/prompt")
+        await d.until(lambda: "no prompt is kept" in d.screen())
+        await d.send("/save-prompt review Look for bugs\nand say where")
+        await d.until(lambda: "/prompt review writes it" in d.screen())
+        await d.send("/prompt review in main.py")
+        await d.until(lambda: d.app.chat.composer.text == "Look for bugs\nand say where\n\nin main.py")
+        await d.press("ctrl+c")
+        await d.ask("an ordinary question")
+        await d.send("/save-prompt plain")
+        await d.send("/prompt plain")
+        await d.until(lambda: d.app.chat.composer.text == "an ordinary question")
+        await d.press("ctrl+c")
+        await d.send("/prompt reviw")
+        await d.until(lambda: "did you mean review?" in d.screen())
+        for bad in ("../evil x", "a/b x", ".x y"):
+            await d.send(f"/save-prompt {bad}")
+        await d.until(lambda: d.screen().count("is no name for a prompt") >= 2)
+
+    drive(play)
+    assert sorted(p.name for p in (history.path.parent / "prompts").iterdir()) == ["plain.md", "review.md"]
+
+
+def test_another_models_answer_stands_beside_the_first(drive: Any, server: ScriptedServer, history: History) -> None:
+    server.answer("the first answer")
+    server.answer("the other answer")
+    server.answer("the third")
+
+    async def play(d: Driver) -> None:
+        await d.ask("which?")
+        await d.send("/compare")
+        await d.until(lambda: "nothing to compare yet" in d.screen())
+        await d.send("/retry nosuch")
+        await d.until(lambda: "has no model 'nosuch'" in d.screen())
+        names = [m.name for m in await d.app.chat.client.models()]
+        other = next((name for name in names if name != "scripted"), names[0])
+        await d.ask(f"/retry {other}")
+        assert d.app.chat.model == "scripted"  # this once
+        await d.send("/compare")
+        await d.until(lambda: isinstance(d.app.screen, CompareScreen))
+        await d.until(lambda: "the first answer" in d.screen() and "the other answer" in d.screen())
+        row = next(line for line in d.screen().splitlines() if "the other answer" in line)
+        assert "the first answer" in row
+        await d.press("escape")
+        await d.ask("/retry")
+        await d.send("/compare")
+        await d.until(lambda: "the third" in d.screen() and "the other answer" in d.screen())
+        await d.press("right")
+        await d.until(lambda: "the third" in d.screen() and "the first answer" in d.screen())
+
+    drive(play, size=(120, 40))
+    asked = [r["model"] for r in server.requests]
+    models = [m.meta["model"] for m in history.tree(history.list()[0].id)[0] if m.role == "assistant"]
+    assert models == asked
+
+
+class Tags(HTMLParser):
+    """The tags and addresses of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href") or name.startswith("on")]
+
+
+EVIL = "<script>alert(1)</script> <img src=x onerror=alert(1)> [a](javascript:alert(1)) ![p](data:text/html,x) </section></body> {title} %s"
+
+
+def test_html_holds_everything_and_runs_nothing(history: History) -> None:
+    session = Session(history, f"<b>model</b>{EVIL}", system=EVIL)
+    session.ask(f"**what?** {EVIL}")
+    for n, text in enumerate(
+        (f"one {EVIL}\n\n```html\n{EVIL}\n```", "| a | b |\n|---|---|\n| 1 | 2 |\n\n![x](data:image/png;base64,AAAA)")
+    ):
+        answer = session.answer()
+        answer.add(text, EVIL if n else "")
+        answer.finish({"finish_reason": "stop"})
+    session.rename(f"title {EVIL}")
+    page = to_html(session)
+    found = Tags(page)
+    assert not {"script", "iframe", "link", "object", "form", "b"} & set(found.tags)
+    assert found.addresses == ["data:image/png;base64,AAAA"]
+    assert "default-src 'none'" in page
+    assert {"table", "details", "pre", "strong"} <= set(found.tags)
+    assert found.tags.count("section") == page.count("</section>") == 3
+
+
+def test_save_writes_html(drive: Any, server: ScriptedServer, tmp_path: Path) -> None:
+    server.answer("*yes*")
+
+    async def play(d: Driver) -> None:
+        await d.ask("so?")
+        await d.send(f"/save {tmp_path / 'chat.html'}")
+        await d.until(lambda: (tmp_path / "chat.html").exists() and "saved to" in d.screen())
+
+    drive(play)
+    assert "<em>yes</em>" in (tmp_path / "chat.html").read_text()
