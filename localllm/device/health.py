@@ -12,6 +12,7 @@ from localllm.device.accelerators import compiled_in
 from localllm.device.types import Device
 
 GIB = 1 << 30
+GB = 10**9  # as `localllm device` and plans count
 Status = Literal["ok", "warning", "error", "not checked"]
 
 # A 7B model in Q4 with its context is about 5 GB; a download needs its size twice while it is verified.
@@ -148,8 +149,8 @@ def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
 
 def _memory_of(device: ggml.GgmlDevice) -> str:
     if device.accelerator == "cpu":  # ggml says that all of it is free
-        return f"{device.memory_total_bytes / GIB:.1f} GiB"
-    return f"{device.memory_free_bytes / GIB:.1f} of {device.memory_total_bytes / GIB:.1f} GiB free"
+        return f"{device.memory_total_bytes / GB:.1f} GB"
+    return f"{device.memory_free_bytes / GB:.1f} of {device.memory_total_bytes / GB:.1f} GB free"
 
 
 def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
@@ -171,7 +172,7 @@ def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
 def _gpu_share(device: Device) -> list[HealthCheck]:
     """How much of the RAM the system lets the GPU use, where a setting decides it."""
     memory = device.memory
-    said = f"the GPU may use {memory.limit_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB"
+    said = f"the GPU may use {memory.limit_bytes / GB:.1f} of {memory.total_bytes / GB:.1f} GB"
     if device.accelerator == "metal":
         name = "wired limit"
         if memory.basis == "assumed":
@@ -189,7 +190,7 @@ def _gpu_share(device: Device) -> list[HealthCheck]:
 
 def _memory(device: Device) -> HealthCheck:
     now, limit = device.memory.available_bytes, device.memory.limit_bytes
-    said = f"{now / GIB:.1f} of {limit / GIB:.1f} GiB are free for a model now"
+    said = f"{now / GB:.1f} of {limit / GB:.1f} GB are free for a model now"
     if now < limit / 2:
         return HealthCheck("memory", "warning", f"{said}: other programs hold the rest", "close what you don't need")
     return HealthCheck("memory", "ok", said)
@@ -201,7 +202,7 @@ def _swap(facts: HealthFacts) -> HealthCheck:
     total, used = facts.swap
     if total == 0:
         return HealthCheck("swap", "ok", "no swap: what does not fit fails instead of slowing everything down")
-    said = f"{used / GIB:.1f} of {total / GIB:.1f} GiB of swap are in use"
+    said = f"{used / GB:.1f} of {total / GB:.1f} GB of swap are in use"
     if used > total / 2:
         return HealthCheck(
             "swap", "warning", f"{said}: a model that gets swapped is tens of times slower", "close programs"
@@ -245,7 +246,7 @@ def _disk(facts: HealthFacts) -> HealthCheck:
     if not facts.disk_free_bytes:
         return HealthCheck("disk", "not checked", "free disk space could not be read")
     name, free = min(facts.disk_free_bytes.items(), key=lambda item: item[1])
-    said = f"{free / GIB:.0f} GiB free for {name}"
+    said = f"{free / GB:.0f} GB free for {name}"
     if free < _LITTLE_DISK_BYTES:
         return HealthCheck("disk", "warning", f"{said}: a download may not fit", "localllm models du")
     return HealthCheck("disk", "ok", said)
@@ -265,8 +266,8 @@ def _workers(facts: HealthFacts) -> HealthCheck:
         return HealthCheck("stale engine", "not checked", "the process list could not be read")
     stale = [worker for worker in facts.workers if worker.orphan]
     if stale:
-        held = sum(worker.resident_bytes for worker in stale) / GIB
+        held = sum(worker.resident_bytes for worker in stale) / GB
         pids = " ".join(str(worker.pid) for worker in stale)
-        message = f"{len(stale)} engine worker(s) lost their server and hold {held:.1f} GiB"
+        message = f"{len(stale)} engine worker(s) lost their server and hold {held:.1f} GB"
         return HealthCheck("stale engine", "warning", message, f"kill {pids}")
     return HealthCheck("stale engine", "ok", f"{len(facts.workers)} engine worker(s) running, none without its server")

@@ -243,7 +243,7 @@ def explain(plan: Plan, device: Device, *, columns: int = 80) -> list[str]:
     format_cost = quality.format_cost(plan.model, plan.variant)
     kv_cost = quality.kv_cost(plan.settings.kv_type)
     points = plan.quality + format_cost + kv_cost
-    basis = plan.quality_basis if plan.is_rated else f"unrated: guessed by {plan.quality_basis}"
+    basis = plan.quality_basis if plan.is_rated else f"no public score: guessed by {plan.quality_basis}"
     lines = [
         f"{plan.model.name} {plan.variant.quant} on {device.name}",
         *_memory_lines(plan, device),

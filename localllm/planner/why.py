@@ -140,7 +140,7 @@ def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
 def _sentence(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need, all_slow: bool) -> str:
     praise = _praise(plan, first, fastest, smallest, best, need)
     if not plan.is_rated:
-        praise = f"unrated, its rank a guess by size and age; {praise}"
+        praise = f"no public score, its rank a guess by size and age; {praise}"
     elif plan.makers_own:
         praise = f"rated by its maker alone; {praise}"
     slow = plan.decode_tok_s.value < need.good_tok_s

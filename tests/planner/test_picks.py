@@ -189,7 +189,7 @@ def test_what_nobody_has_rated_says_so_and_is_never_the_best() -> None:
     for machine in ("RTX 4090", "M4 Max 128GB", "RTX 3060 12GB"):
         for plan in answers(machine, "chat").plans:
             rated = any(quality.rate(replace(plan.model, quality=(q,))).is_evidence for q in plan.model.quality)
-            assert ("unrated" in plan.why) == (not rated), plan.model.id
+            assert ("no public score" in plan.why) == (not rated), plan.model.id
             if not rated:
                 unrated += 1
                 assert "best quality" not in plan.why

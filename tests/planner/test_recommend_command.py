@@ -345,10 +345,10 @@ def test_points_are_compared_with_rated_models_only() -> None:
     """A first pick that nobody rated has no points on the index that others could have less of."""
     plans = json.loads(run("--device", "RTX 4090", "--for", "autocomplete", "--json"))["plans"]
     first = plans[0]
-    assert "unrated" not in first["why"]
+    assert "no public score" not in first["why"]
     compared = [p["why"] for p in plans if re.search(r"; rated \d+ points? lower", p["why"])]
     assert compared
-    assert not any("unrated" in why for why in compared)
+    assert not any("no public score" in why for why in compared)
 
 
 def test_the_lines_of_a_divided_plans_prompt_add_up() -> None:

@@ -19,6 +19,8 @@ DECODE_TOKENS = 64
 PROMPT_TOKENS = 512
 # A second answer with next to nothing before it: what it is faster by is attention's, the rest the weights' and layers'.
 SHORT_PROMPT_TOKENS = 16
+# Batteries and GPUs say what they give a few times in a second.
+_POWER_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ async def measure(load: LoadPlan, *, drafting: bool) -> dict[str, Any]:
             "n_ctx": engine.info.n_ctx,
             "n_batch": engine.info.n_batch,
         }
+        used = await _power(engine)
+        if used is not None:
+            figures["power"] = used
         if drafting:
             figures["speculation"] = await speculation.measure(engine, ROUNDS)
         return figures
@@ -117,6 +122,23 @@ async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], lis
         decoded.append(rate)
         prefilled.append(prefill)
     return short, decoded, prefilled
+
+
+async def _power(engine: WorkerClient) -> dict[str, Any] | None:
+    """Watts and joules per decoded token, for as long as meters need; None where nothing on this machine says."""
+    import time
+
+    from localllm.device.probes.power import PowerMeter
+
+    tokens, began_s = 0, time.monotonic()
+    with PowerMeter() as meter:
+        while time.monotonic() - began_s < _POWER_S:
+            await _round(engine, 1000 + tokens, SHORT_PROMPT_TOKENS)
+            tokens += DECODE_TOKENS
+    use = meter.use
+    if use is None:
+        return None
+    return {"watts": use.watts, "joules_per_token": use.joules / tokens, "source": use.source}
 
 
 async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]:

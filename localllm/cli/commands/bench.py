@@ -134,6 +134,11 @@ def lines(figures: dict[str, Any]) -> list[str]:
         f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(prefill)}   of {long}",
         f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {_gb(memory)}",
     ]
+    if "power" in figures:
+        used = figures["power"]
+        said.append(
+            f"power     {used['watts']:8.1f} W       {used['joules_per_token']:.2f} J a token   by {used['source']}"
+        )
     if "full" in figures:
         said += full.table(figures["full"])
     spoken = figures.get("speculation") or figures.get("full", {}).get("speculation")

@@ -1,0 +1,125 @@
+"""Watts and joules of what machines said of themselves; and nothing where they said nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from localllm.cli.commands.bench import lines
+from localllm.device.parsers.power import (
+    EnergyCounter,
+    battery_w,
+    mac_battery_w,
+    nvidia_w,
+    powermetrics_w,
+    rapl,
+    used_j,
+)
+from localllm.device.probes.power import PowerMeter
+
+PACKAGE = ("package-0\n", "53012345678\n", "262143328850\n")
+DRAM = ("dram\n", "1000000\n", "65712999613\n")
+CORE = ("core\n", "4000000\n", "262143328850\n")
+PSYS = ("psys\n", "90000000\n", "262143328850\n")
+
+
+def test_rapl_counts_what_is_beside_each_other_once() -> None:
+    zones = {"intel-rapl:0": PACKAGE, "intel-rapl:0:0": CORE, "intel-rapl:0:1": DRAM}
+    assert [zone.name for zone in rapl(zones)] == ["package-0", "dram"]
+    assert rapl(zones)[0].joules == pytest.approx(53012.345678)
+    assert [zone.name for zone in rapl({**zones, "intel-rapl:1": PSYS})] == ["psys"]
+    assert rapl({"intel-rapl:0": ("package-0\n", None, "262143328850\n")}) == []  # not root
+    assert rapl({}) == []
+
+
+def test_a_counter_that_began_anew_is_understood() -> None:
+    before, after = [EnergyCounter("package-0", 262_000.0, 262_143.3)], [EnergyCounter("package-0", 10.0, 262_143.3)]
+    assert used_j(before, after) == pytest.approx(153.3)
+    assert used_j(after, [EnergyCounter("package-0", 35.5, 262_143.3)]) == pytest.approx(25.5)
+    assert used_j(before, []) is None
+    assert used_j([], []) is None
+
+
+@pytest.mark.parametrize(
+    ("csv", "watts"),
+    [
+        ("301.24\n", 301.24),
+        ("62.10\n 310.02\n", 372.12),
+        ("[N/A]\n", None),
+        ("[Not Supported]\n55.0\n", None),
+        ("", None),
+    ],
+)
+def test_nvidia_smi(csv: str, watts: float | None) -> None:
+    assert nvidia_w(csv) == (None if watts is None else pytest.approx(watts))
+
+
+THINKPAD = """POWER_SUPPLY_NAME=BAT0
+POWER_SUPPLY_TYPE=Battery
+POWER_SUPPLY_STATUS=Discharging
+POWER_SUPPLY_PRESENT=1
+POWER_SUPPLY_VOLTAGE_NOW=11870000
+POWER_SUPPLY_POWER_NOW=14321000
+"""
+FRAMEWORK = """POWER_SUPPLY_NAME=BAT1
+POWER_SUPPLY_TYPE=Battery
+POWER_SUPPLY_STATUS=Discharging
+POWER_SUPPLY_VOLTAGE_NOW=16000000
+POWER_SUPPLY_CURRENT_NOW=1250000
+"""
+MAINS = "POWER_SUPPLY_NAME=AC\nPOWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1\n"
+
+
+def test_batteries_of_linux() -> None:
+    assert battery_w([THINKPAD, MAINS]) == pytest.approx(14.321)
+    assert battery_w([FRAMEWORK]) == pytest.approx(20.0)
+    assert battery_w([THINKPAD, FRAMEWORK]) == pytest.approx(34.321)
+    assert battery_w([THINKPAD.replace("Discharging", "Charging")]) is None
+    assert battery_w([MAINS]) is None
+    assert battery_w([]) is None
+
+
+IOREG = """+-o AppleSmartBattery  <class AppleSmartBattery, id 0x100000313, registered, matched, active, busy 0 (0 ms), retain 6>
+    {
+      "ExternalConnected" = No
+      "InstantAmperage" = 18446744073709550366
+      "Voltage" = 12000
+    }
+"""
+
+
+def test_a_macs_battery_and_powermetrics() -> None:
+    assert mac_battery_w(IOREG) == pytest.approx(15.0)
+    assert mac_battery_w(IOREG.replace("= No", "= Yes")) is None
+    assert mac_battery_w("") is None
+    assert (
+        powermetrics_w("CPU Power: 5012 mW\nGPU Power: 9000 mW\nCombined Power (CPU + GPU + ANE): 14012 mW\n") == 14.012
+    )
+    assert powermetrics_w("powermetrics must be invoked as the superuser\n") is None
+
+
+def test_where_nothing_says_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.device.probes import power
+
+    monkeypatch.setattr(power, "counters", list)
+    monkeypatch.setattr(power, "watts_now", lambda: None)
+    with PowerMeter() as meter:
+        pass
+    assert meter.use is None
+    monkeypatch.setattr(power, "watts_now", lambda: (20.0, "the battery"))
+    with PowerMeter() as meter:
+        pass
+    assert meter.use is not None
+    assert meter.use.watts == pytest.approx(20.0)
+
+
+def test_bench_prints_power_where_it_is_known() -> None:
+    figures = {
+        "decode_tok_s": 20.0,
+        "short_tok_s": 21.0,
+        "prefill_tok_s": 100.0,
+        "prompt_tokens": 512,
+        "memory_bytes": 10**9,
+    }
+    assert not any("power" in line for line in lines(figures))
+    power = {"watts": 40.0, "joules_per_token": 2.0, "source": "RAPL: package-0"}
+    assert any("40.0 W" in line and "2.00 J a token" in line for line in lines({**figures, "power": power}))
