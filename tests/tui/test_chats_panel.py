@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from localllm.conversation.history import History, StoredMessage
@@ -90,6 +91,63 @@ def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history
         assert d.app.chat.composer.has_focus
 
     drive(play, resume=session.id)
+
+
+def test_the_next_and_the_one_before_are_a_key_away_and_each_hit_is_marked(drive: Any, history: History) -> None:
+    """Also within one long turn, beyond the turns on screen, and round at the ends."""
+    long = "\n\n".join(f"a NEEDLE in paragraph {n}\n\n" + "hay\n\n" * 20 for n in range(2))
+    session = _said(
+        history,
+        *(long if n == 51 else f"turn {n}" + (" with a needle" if n in (2, 40) else "") for n in range(60)),
+    )
+
+    async def play(d: Driver) -> None:
+        await _panel(d, "ctrl+f")
+        await d.press(*"needle")
+        await d.until(lambda: "3 turns" in d.screen())
+        await d.press("enter")  # the newest is first in the list
+        await d.until(lambda: "NEEDLE" in d.reversed())
+        assert "paragraph 0" in d.screen()
+        assert "found “needle”: turn 3 of 3" in d.screen()
+        assert "N next" in d.screen()
+        assert "Shift+N the one before" in d.screen()
+        await d.press("n")
+        await d.until(lambda: "paragraph 1" in d.screen() and "NEEDLE" in d.reversed())
+        await d.press("n")
+        await d.until(lambda: "turn 2 with a needle" in d.screen() and "needle" in d.reversed())
+        assert "turn 1 of 3" in d.screen()
+        await d.press("n")
+        await d.until(lambda: "turn 40 with a needle" in d.screen() and "needle" in d.reversed())
+        await d.press("N")
+        await d.until(lambda: "turn 2 with a needle" in d.screen() and "needle" in d.reversed())
+        await d.press("N")
+        await d.until(lambda: "paragraph 1" in d.screen() and "NEEDLE" in d.reversed())
+        await d.press("escape")
+        await d.until(lambda: "NEEDLE" not in d.reversed())
+        assert d.app.chat.composer.has_focus
+        assert "Enter sends" in d.screen()
+
+    drive(play, resume=session.id, size=(100, 30))
+
+
+def test_a_conversation_is_listed_with_its_model_its_date_and_its_end(drive: Any, history: History) -> None:
+    _said(history, "mountains", "the Eiger")
+    _said(history, "rivers", "the Danube and others")
+
+    async def play(d: Driver) -> None:
+        await _panel(d)
+        assert "scripted · just now · 2 messages" in d.screen()
+        await d.until(lambda: "Answer: the Danube and others" in d.screen())
+        assert time.strftime("%b %Y") in d.screen()
+        await d.press("down")
+        await d.until(lambda: "Answer: the Eiger" in d.screen())
+        await d.press("ctrl+x")
+        assert "again to remove “mountains” for good" in d.screen()
+        await d.press("up", "ctrl+x")  # another one: asked anew
+        assert "again to remove “rivers” for good" in d.screen()
+        assert len(history.list()) == 2
+
+    drive(play, size=(100, 30))
 
 
 def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history: History) -> None:

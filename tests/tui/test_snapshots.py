@@ -1,25 +1,38 @@
-"""What the screens look like, as SVG pictures in `snapshots/`, at the four sizes that must work.
+"""What every screen looks like, as pictures in text in `snapshots/`; and that light themes, NO_COLOR and sixteen colours say the same.
 
-UPDATE_SNAPSHOTS=1 draws them anew; look at them before they are kept. Textual draws a little differently from version to
-version: with another one than they were drawn with the text alone is compared.
+A picture is the screen's text and below it, cell by cell, the style that a letter stands for in its legend. UPDATE_SNAPSHOTS=1
+draws them anew; look at the difference before it is kept. Textual draws a little differently from version to version: with
+another one than they were drawn with the text alone is compared.
 """
 
 from __future__ import annotations
 
-import html
 import os
 import re
+import sqlite3
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import textual
+from rich.cells import cell_len
+from rich.color import ColorType
+from rich.style import Style
+from textual.color import Color
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Input
 
 from localllm.conversation.history import History
+from localllm_tui.control.interfaces import InstalledModel
 from localllm_tui.control.session import Session
 from localllm_tui.screens.dialogs import HelpScreen, ToolApproval
 from localllm_tui.screens.models import ModelsScreen
+from localllm_tui.screens.picker import ConversationPicker
+from localllm_tui.widgets.contrast import READABLE, contrast
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
 from tui.scripted_sse import ScriptedServer
@@ -28,8 +41,12 @@ from tui.test_tools import Host, asks
 
 FOLDER = Path(__file__).parent / "snapshots"
 DRAWN_WITH = "8.2.8"
-SIZES = [(60, 20), (80, 24), (120, 40), (160, 50)]
+SIZES = [(80, 24), (120, 40), (200, 60)]
+LOOKS = ["dark", "light", "nocolor", "sixteen"]
 CODE = "```python\nfrom pathlib import Path\ntext = Path('notes.txt').read_text()\n```"
+MODELS = [{"id": "scripted", "object": "model", "context_length": 8192, "physics": PHYSICS}]
+# What is no text: frames, bars, knobs and scrollbars.
+DECORATION = re.compile(r"[\s─-▟▁-▏■-◿⎯]")
 
 
 def conversation(history: History) -> str:
@@ -52,98 +69,173 @@ def conversation(history: History) -> str:
     return session.id
 
 
-async def compare(d: Driver, name: str) -> None:
-    """Hold the screen against its picture: it comes to look so, or the difference is told."""
-    d.app.chat.composer.show_cursor = False  # it blinks
-    file = FOLDER / f"{name}-{d.app.size.width}x{d.app.size.height}.svg"
+def cells(d: Driver) -> Iterator[tuple[int, int, str, Style]]:
+    """Every character on screen as (line, column, character, style)."""
+    for y, strip in enumerate(d.app.screen._compositor.render_strips()):
+        x = 0
+        for text, style, _ in strip:
+            for letter in text:
+                yield y, x, letter, style or Style()
+                x += cell_len(letter)
+
+
+def picture(d: Driver) -> tuple[str, str]:
+    """The screen's text, and its styles: a letter a cell, with a legend."""
+    texts, looks = [""] * d.app.size.height, [""] * d.app.size.height
+    letters: dict[str, str] = {}
+    for y, _, letter, style in cells(d):
+        shown = str(Style.parse(str(style.without_color)).without_color) if style.without_color else ""
+        said = f"{shown} {_hex(style.color)} on {_hex(style.bgcolor)}"
+        mark = letters.setdefault(
+            said, chr(ord("a") + len(letters)) if len(letters) < 26 else chr(ord("A") + len(letters) - 26)
+        )
+        texts[y] += letter
+        looks[y] += mark * cell_len(letter)
+    # Most of the screen has the style of its last cell: it is left away at the ends of lines.
+    legend = "\n".join(f"{mark} = {said.strip()}" for said, mark in letters.items())
+    ground = looks[-1][-1]
+    text = re.sub(r"\d\d [A-Z][a-z]{2} 20\d\d, \d\d:\d\d", "26 Nov 2026, 10:00", "\n".join(t.rstrip() for t in texts))
+    return text, "\n".join(look.rstrip(ground) for look in looks) + f"\n{legend}"
+
+
+def _hex(colour: Any) -> str:
+    return "default" if colour is None or colour.is_default else str(colour.name)
+
+
+async def hold(d: Driver, name: str, look: str) -> None:
+    """Hold the screen against its picture, and in another look than "dark" against what holds for that."""
+    await d.until(lambda: d.app.focused is not None)
+    for box in d.app.screen.query(Input):
+        box.cursor_blink = False
+    d.app.chat.composer.cursor_blink = False
+    file = FOLDER / f"{name}-{d.app.size.width}x{d.app.size.height}.txt"
     if os.environ.get("UPDATE_SNAPSHOTS"):
-        drawn, before = _drawn(d), ""
-        while drawn != before:
-            for _ in range(20):
-                await d.pilot.pause()
-            drawn, before = _drawn(d), drawn
-        FOLDER.mkdir(exist_ok=True)
-        file.write_text(drawn, encoding="utf-8")
+        if look == "dark":
+            now, before = picture(d), ("", "")
+            while now != before:
+                for _ in range(20):
+                    await d.pilot.pause()
+                now, before = picture(d), now
+            FOLDER.mkdir(exist_ok=True)
+            file.write_text("\n\n".join(now) + "\n", encoding="utf-8")
         return
     kept = file.read_text(encoding="utf-8")
-    exactly = textual.__version__ == DRAWN_WITH
+    exactly = textual.__version__ == DRAWN_WITH and look == "dark"
+
+    def same() -> bool:
+        text, styles = picture(d)
+        if exactly:
+            return kept == f"{text}\n\n{styles}\n"
+        return _without_scrollbars(kept).startswith(_without_scrollbars(text))
+
     with suppress(TimeoutError):
-        await d.until(lambda: _drawn(d) == kept if exactly else _text(_drawn(d)) == _text(kept))
-    assert _text(_drawn(d)) == _text(kept), f"{file.name} says something else: UPDATE_SNAPSHOTS=1 draws it anew"
-    assert not exactly or _drawn(d) == kept, f"{file.name} looks otherwise: UPDATE_SNAPSHOTS=1 draws it anew"
+        await d.until(same)
+    if not same():
+        pytest.fail(f"{file.name} looks otherwise: UPDATE_SNAPSHOTS=1 draws it anew\n{picture(d)[0]}\n--- not\n{kept}")
+    _check_look(d, look)
 
 
-def _drawn(d: Driver) -> str:
-    drawn = re.sub(r"terminal-\d+", "terminal", d.app.export_screenshot(simplify=True))
-    return re.sub(r"<style>.*?</style>", _colours, drawn, count=1, flags=re.DOTALL)
+def _without_scrollbars(text: str) -> str:
+    """Their ends are drawn to an eighth of a cell, in sixteen colours otherwise."""
+    return re.sub(r" *[▁-▇]?$", "", text, flags=re.MULTILINE)
 
 
-def _colours(found: re.Match[str]) -> str:
-    """The style without the fonts, which are fetched from elsewhere."""
-    return re.sub(r"@font-face \{.*?\}\s*", "", found[0], flags=re.DOTALL)
+def _check_look(d: Driver, look: str) -> None:
+    seen = [*cells(d)]
+    if look == "nocolor":
+        assert {_hex(c) for _, _, _, style in seen for c in (style.color, style.bgcolor)} == {"default"}
+    elif look == "sixteen":
+        kinds = {c.type for _, _, _, style in seen for c in (style.color, style.bgcolor) if c is not None}
+        assert kinds <= {ColorType.STANDARD, ColorType.DEFAULT}
+    else:
+        dialog = d.app.screen.children[0].region if isinstance(d.app.screen, ModalScreen) else d.app.screen.region
+        dim = [
+            letter
+            for y, x, letter, style in seen
+            if dialog.contains(x, y) and not DECORATION.match(letter) and style.color and style.bgcolor
+            if contrast(Color.from_rich_color(style.color), Color.from_rich_color(style.bgcolor)) < READABLE - 0.05
+        ]
+        assert dim == [], f"can't be read: {''.join(dim)}"
+        return
+    focused = d.app.focused
+    lists = [w.region for w in d.app.screen.query("OptionList, Tree") if w.region.height and w.display]
+    for where in [focused.region, *lists] if focused is not None and focused.region.height else lists:
+        marked = [s for y, x, _, s in seen if where.contains(x, y) and (s.reverse or _hex(s.bgcolor) != "default")]
+        assert marked or isinstance(focused, VerticalScroll), f"no cursor is to be seen in {where}"
 
 
-def _text(svg: str) -> list[str]:
-    """The lines of a picture's text, without where each piece stands."""
-    lines: dict[float, list[str]] = {}
-    for y, text in re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>(.*?)</text>', svg, re.DOTALL):
-        lines.setdefault(float(y), []).append(html.unescape(text).replace("\xa0", " "))
-    return ["".join(lines[y]).rstrip() for y in sorted(lines)]
+CASES = [
+    pytest.param(size, look, marks=[] if look == "dark" or size == (80, 24) else pytest.mark.long)
+    for size in SIZES
+    for look in LOOKS
+]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_conversation_and_what_a_token_costs(drive: Any, history: History, size: tuple[int, int]) -> None:
-    models = [{"id": "scripted", "object": "model", "context_length": 8192, "physics": PHYSICS}]
-
-    async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.chat.n_ctx is not None)
-        await compare(d, "conversation")
-        await d.press("f3")
-        await compare(d, "glass")
-        assert d.app.chat.n_ctx == 8192
-
-    with ScriptedServer(models=models) as server:
-        drive(play, resume=conversation(history), size=size, server_=server)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_models_and_the_first_run(drive: Any, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("size", "look"), CASES)
+def test_every_screen_looks_as_it_did(
+    drive: Any,
+    history: History,
+    connections: list[sqlite3.Connection],
+    monkeypatch: pytest.MonkeyPatch,
+    size: tuple[int, int],
+    look: str,
+) -> None:
+    if look == "nocolor":
+        monkeypatch.setenv("NO_COLOR", "1")
+    if look == "sixteen":
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("COLORTERM")
     service = ScriptedModelService(
         choice("qwen3-8b", 6.2),
         choice("gemma-4-12b", 9.1),
         choice("granite", 3.3, installed="granite"),
         choice("tiny", 0.3),
+        disk=[InstalledModel("old", "Q8", 2_000_000_000, "Ollama", "/ollama/old.gguf", False, "old:Q8")],
     )
+    talk = conversation(history)
+    with history.transaction() as db:
+        db.execute("UPDATE conversations SET updated_s = ?", (time.time() - 3 * 3600,))
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: "QWEN3-8B" in d.screen())
-        await compare(d, "first-run")
+        if look == "light":
+            d.app.theme = "textual-light"
+        await d.until(lambda: d.app.chat.n_ctx is not None and "QWEN3-8B" in d.screen())
+        await hold(d, "first-run", look)
         await d.press("f4")
         await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
-        await d.press("right", "right", "down")
-        await d.until(lambda: not d.app.screen.planning)  # type: ignore[attr-defined]
-        await compare(d, "models")
-        assert len(d.app.screen.choices) == 4  # type: ignore[attr-defined]
-
-    drive(play, model_service=service, first_run=True, size=size)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_help_and_a_tool_that_asks(drive: Any, server: ScriptedServer, size: tuple[int, int]) -> None:
-    server.play(*asks())
-    server.answer("ok")
-
-    async def play(d: Driver) -> None:
-        await d.press("f1")
+        await d.press("down", "down")
+        await hold(d, "models", look)
+        await d.press("d")
+        await d.until(lambda: "takes 1.0 of" in d.screen())
+        await hold(d, "disk", look)
+        await d.press("escape", "f1")
         await d.until(lambda: isinstance(d.app.screen, HelpScreen))
-        await compare(d, "help")
-        await d.press("escape")
+        await hold(d, "help", look)
+        await d.press("escape", *"/mo", "down")
+        await hold(d, "menu", look)
+        await d.press("ctrl+u", "ctrl+o")
+        await d.until(lambda: isinstance(d.app.screen, ConversationPicker))
+        await hold(d, "conversations", look)
+        await d.press("enter")
+        await d.until(lambda: d.app.chat.session.id == talk)
+        await hold(d, "conversation", look)
+        await d.press("ctrl+f", *"file")
+        await hold(d, "find", look)
+        await d.press("enter")
+        await d.until(lambda: "N next" in d.screen())
+        await hold(d, "found", look)
+        await d.press("escape", "f3")
+        await hold(d, "glass", look)
+        await d.press("f3")
         await d.send("/tools on")
         await d.send("what time is it?")
         await d.until(lambda: isinstance(d.app.screen, ToolApproval))
-        await compare(d, "approval")
+        await hold(d, "approval", look)
         await d.press("n")
         await d.until(lambda: not d.app.chat.answering)
         assert len(server.requests) == 2
 
-    drive(play, tools=(Host(),), size=size)
+    with ScriptedServer(models=MODELS) as server:
+        server.play(*asks())
+        server.answer("ok")
+        drive(play, tools=(Host(),), model_service=service, first_run=True, size=size, server_=server)

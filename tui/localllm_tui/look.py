@@ -20,7 +20,13 @@ class LookApp(App[T]):
 
     CSS = (
         """
-    VerticalScroll, OptionList, Tree, TextArea { scrollbar-size-vertical: 1; }
+    VerticalScroll, OptionList, Tree, TextArea, GlassPanel { scrollbar-size-vertical: 1; }
+    Input { border: round $foreground 40%; background: transparent; }
+    Input:focus { border: round $accent; }
+    Input > .input--placeholder { color: $hint; }
+    OptionList > .option-list--option-highlighted, Tree > .tree--cursor { text-style: bold; }
+    OptionList:ansi > .option-list--option-highlighted, Tree:ansi > .tree--cursor { background: $accent; color: ansi_black; }
+    Tree > .tree--guides, Tree > .tree--guides-hover, Tree > .tree--guides-selected { color: $hint; }
     """
         + NO_COLOR_CSS
     )

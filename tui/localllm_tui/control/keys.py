@@ -20,6 +20,7 @@ class KeyContext(Enum):
     CHOOSING = "choosing"
     FINDING = "finding"
     SELECTING = "selecting"
+    FOUND = "found"
     HELP = "help"
     FILING = "filing"
     ASKED = "asked"
@@ -161,11 +162,16 @@ KEYS = (
     ),
     Key(TURN, "down", "Down", "select(1)"),
     Key(
+        TURN, "n", "N", "turn('found', 1)", "after Ctrl+F: the next hit; Shift+N: the one before",
+        hints={KeyContext.FOUND: "next"},
+    ),
+    Key(TURN, "N", "Shift+N", "turn('found', -1)", hints={KeyContext.FOUND: "the one before"}),
+    Key(
         TURN, "e,enter", "E", "turn('edit')", "change it, beside what there is", hints={KeyContext.SELECTING: "edit"}
     ),
     Key(TURN, "r", "R", "turn('again')", "another answer", hints={KeyContext.SELECTING: "again"}),
     Key(TURN, "g", "G", "turn('more')", "go on with a stopped answer"),
-    Key(TURN, "c", "C", "turn('copy')", "copy it", hints={KeyContext.SELECTING: "copy"}),
+    Key(TURN, "c", "C", "turn('copy')", "copy it", hints={KeyContext.SELECTING: "copy", KeyContext.FOUND: "copy"}),
     Key(TURN, "1", "1 to 9", "turn('code', 1)", "copy its code block of that number"),
     *(Key(TURN, str(n), str(n), f"turn('code', {n})") for n in range(2, 10)),
     Key(
@@ -180,7 +186,7 @@ KEYS = (
     ),
     Key(TURN, "right", "Right", "turn('version', 1)"),
     Key(TURN, "t", "T", "turn('thinking')", "show or hide its thinking"),
-    Key(TURN, "escape,q,i", "Esc", "unselect", hints={KeyContext.SELECTING: "back"}),
+    Key(TURN, "escape,q,i", "Esc", "unselect", hints={KeyContext.SELECTING: "back", KeyContext.FOUND: "back"}),
     Key(CHAT, "f5", "F5, F6, F7", "pull(1)", "on the first run: pull one of the models named, then use it", priority=True),
     Key(CHAT, "f6", "F6", "pull(2)", priority=True),
     Key(CHAT, "f7", "F7", "pull(3)", priority=True),
@@ -221,7 +227,7 @@ KEYS = (
     Key(FILES, "up", "Up, Down", hints={KeyContext.ASKED: "newer, older"}),
     Key(FILES, "escape", "Esc", "close", hints={KeyContext.FILING: "closes", KeyContext.ASKED: "closes"}),
     Key(PICKER, "enter", "Enter", hints={KeyContext.CHOOSING: "opens", KeyContext.FINDING: "goes there"}),
-    Key(PICKER, "up", "Up, Down", hints={KeyContext.FINDING: "the one before, after"}),
+    Key(PICKER, "up", "↑↓, Up, Down", hints={KeyContext.FINDING: "the one before, after"}),
     Key(PICKER, "right", "Right, Left", hints={KeyContext.CHOOSING: "unfolds"}),
     Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True, hints={KeyContext.CHOOSING: "removes"}),
     Key(PICKER, "escape", "Esc", "close", hints={KeyContext.CHOOSING: "closes", KeyContext.FINDING: "closes"}),

@@ -201,7 +201,7 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
 def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     """The roof of decoding, as one bar: what of the memory's bandwidth the answer used."""
     achieved, roof = speed.achieved_gbps(physics), physics.bandwidth_gbps
-    limit = f"  at the roof {physics.limit_tok_s(speed.depth):>5.1f} tok/s, without drafts"
+    limit = f"  roof     {physics.limit_tok_s(speed.depth):>8.1f} tok/s undrafted"
     if achieved is None or roof <= 0:
         return [f"BANDWIDTH {roof:,.0f} GB/s", limit]
     # Drafts and caches may go beyond the roof.

@@ -21,13 +21,15 @@ from localllm_tui.control import command_actions, commands, titles
 from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ListedModel
-from localllm_tui.control.keys import CHAT
+from localllm_tui.control.formatting import elide
+from localllm_tui.control.keys import CHAT, KeyContext, hints
 from localllm_tui.control.session import Session
-from localllm_tui.control.terminal import DeferredGc, KeyboardTerminal
+from localllm_tui.control.terminal import DeferredGc, KeyboardTerminal, one_line
 from localllm_tui.messages import CopyWanted, FilesDropped, MuchPasted, ScrollTranscript, TurnAsked, TurnClicked
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_catalog import ChatCatalogScreen
 from localllm_tui.widgets.answer import AnswerView
+from localllm_tui.widgets.line_filters import title
 from localllm_tui.widgets.transcript import TurnView
 from localllm_tui.widgets.turns import EarlierTurns
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from localllm_tui.screens.picker import TurnPlace
 
 STATUS_EVERY_S = 0.2
+HITS = 2_000
 # Long enough that nobody is about to ask, short enough that titles are there when one looks for them.
 TITLE_AFTER_S = 20.0
 
@@ -53,6 +56,8 @@ class ChatScreen(ChatCatalogScreen):
         self._quiet_since_s = time.monotonic()
         self._typed_before = typed
         self._removing = 0  # the turn that the next D removes
+        self._searched = ""
+        self._found: list[int] = []  # the turns that have what was searched for, oldest first
         self._deferred_gc = DeferredGc()
 
     async def on_mount(self) -> None:
@@ -131,6 +136,10 @@ class ChatScreen(ChatCatalogScreen):
         """Keep the warning about the next D in the frame while its turn is selected."""
         super()._show_state()
         selected, turns = self.transcript.selected, [turn.id for turn in self.session.turns]
+        if selected is not None and selected.turn_id in self._found:
+            at = f"{self._found.index(selected.turn_id) + 1} of {len(self._found)}"
+            self.composer.border_title = title(f"found “{elide(one_line(self._searched), 30)}”: turn {at}")
+            self.composer.border_subtitle = hints(KeyContext.FOUND)
         if selected is not None and selected.turn_id == self._removing and self._removing in turns:
             follows = len(turns) - 1 - turns.index(self._removing)
             with_it = f" and the {follows} after it" if follows else ""
@@ -150,6 +159,7 @@ class ChatScreen(ChatCatalogScreen):
         self._show_state()
 
     def on_selection_ended(self) -> None:
+        self._search("", [])
         self.composer.focus()
         self._show_state()
 
@@ -162,6 +172,9 @@ class ChatScreen(ChatCatalogScreen):
             if isinstance(selected, AnswerView):
                 selected.toggle_thinking()
             return
+        if event.what == "found":
+            await self._show_next_found(turn.id, event.argument)
+            return
         if event.what == "remove" and self._removing != turn.id:
             self._removing = turn.id
             self._show_state()
@@ -172,6 +185,30 @@ class ChatScreen(ChatCatalogScreen):
         except LocalLLMError as e:
             self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", timeout=4, markup=False)
         self._reselect(event.what, turn, at=selected)
+
+    # -- what was searched for -----------------------------------------------------------------------------------
+
+    def _search(self, words: str, turns: list[int]) -> None:
+        self._searched, self._found = words, turns
+        self.transcript.search(words)
+
+    async def _show_next_found(self, turn_id: int, step: int) -> None:
+        """Go to the next hit (-1: the one before): in this turn, else in the next that has one, on whichever branch."""
+        if not self._found:
+            self.notify("Ctrl+F finds words in this conversation", timeout=3, markup=False)
+            return
+        if self.transcript.show_found(step):
+            return
+        at = (self._found.index(turn_id) + step) % len(self._found) if turn_id in self._found else 0
+        view = next((v for v in self.transcript.views if v.turn_id == self._found[at]), None)
+        words, turns = self._searched, self._found
+        if view is not None:
+            self.transcript.select(view)
+        elif self.session.id is not None:
+            await command_actions.resume(self, self.session.id, turns[at])
+        self._search(words, turns)
+        self._show_state()
+        self.transcript.call_after_refresh(self.transcript.show_found, step, entering=True)
 
     def _reselect(self, what: str, turn: StoredMessage, at: TurnView) -> None:
         """Move the selection after an action: to the version that took the turn's place, or back to the input."""
@@ -281,6 +318,13 @@ class ChatScreen(ChatCatalogScreen):
         try:
             if place is not None:
                 await command_actions.resume(self, place.conversation_id, place.turn_id)
+                if place.words:
+                    hits = self.history.search(place.words, limit=HITS)
+                    self._search(
+                        place.words, sorted(h.message_id for h in hits if h.conversation_id == place.conversation_id)
+                    )
+                    self._show_state()
+                    self.transcript.call_after_refresh(self.transcript.show_found, 1, entering=True)
             elif self.session.id is not None and not self.history.holds(self.session.id):
                 await command_actions.new(self, "")  # it was removed in the list
         except LocalLLMError as e:

@@ -147,7 +147,7 @@ class Approval(ModalScreen[bool]):
     Approval { align: center bottom; }
     Approval > VerticalScroll {
         width: 96%; max-width: 110; height: auto; max-height: 70%;
-        border: heavy $warning; padding: 0 1; background: $surface;
+        border: heavy $warning; border-title-color: $foreground; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
     Approval Static { height: auto; }
     """

@@ -58,7 +58,6 @@ class ModelsScreen(ModalScreen[str | None]):
         height: 1fr; border: none; padding: 0; background: transparent; text-wrap: nowrap; text-overflow: ellipsis;
     }
     ModelsScreen OptionList > .option-list--option { padding: 0; }
-    ModelsScreen OptionList { scrollbar-size-vertical: 1; }
     ModelsScreen OptionList:focus { border: none; }
     ModelsScreen.-disk Slider { display: none; }
     ModelsScreen.-disk .sliders { display: none; }

@@ -25,20 +25,23 @@ from localllm_tui.bindings import bindings_of
 from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.keys import PICKER, KeyContext, hints
-from localllm_tui.control.terminal import printable
+from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.widgets.graphemes import WholeInput
 
 LISTED = 200
+LEAST_PREVIEW_LINES = 20
+_LEAST_WITH_MODEL = 64
 # Of one conversation; all of them where only one is looked at.
 HITS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPlace:
-    """A conversation, and a turn of it (0: wherever it was left)."""
+    """A conversation, and a turn of it (0: wherever it was left); `words` that were found there."""
 
     conversation_id: str
     turn_id: int = 0
+    words: str = ""
 
 
 class ConversationPicker(ModalScreen[TurnPlace | None]):
@@ -51,6 +54,8 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
         border: round $accent; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
     ConversationPicker Tree { height: 1fr; border: none; background: transparent; }
+    ConversationPicker #preview { height: 6; border-top: solid $panel; color: $hint; }
+    ConversationPicker.-low #preview { display: none; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(PICKER)
 
@@ -71,14 +76,22 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
             tree.show_root = False
             tree.guide_depth = 2
             yield tree
+            yield Static("", id="preview", markup=False)
             yield Static("", id="found", markup=False)
 
     def on_mount(self) -> None:
         self.query_one(Input).focus()
         self._fill(self.query_text)
 
+    def on_resize(self, event: events.Resize) -> None:
+        self.set_class(event.size.height < LEAST_PREVIEW_LINES, "-low")
+
     def on_input_changed(self, event: Input.Changed) -> None:
         self._fill(event.value)
+
+    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[TurnPlace]) -> None:
+        self._removing = None
+        self._preview(event.node.data)
 
     def on_input_submitted(self, _: Input.Submitted) -> None:
         place = self._highlighted()
@@ -123,7 +136,8 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
             self.query_one("#found", Static).update("a turn is removed in its conversation: Enter opens it there")
         elif self._removing != chosen:
             self._removing = chosen
-            self.query_one("#found", Static).update("press Ctrl+X again to remove it for good")
+            title = elide(one_line(self.history.get(chosen.conversation_id).title), 40)
+            self.query_one("#found", Static).update(f"press Ctrl+X again to remove “{title}” for good")
         else:
             try:
                 self.history.delete(chosen.conversation_id)
@@ -142,6 +156,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
     def _fill(self, query: str) -> None:
         self._removing = None
         self._tree.clear()
+        self._preview(None)
         try:
             said = self._fill_all(query) if self.within is None else self._fill_within(query, self.within)
         except LocalLLMError as e:
@@ -158,7 +173,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
         for summary in found:
             node = self._tree.root.add(_line(summary, self._width), TurnPlace(summary.id), allow_expand=True)
             for hit in hits[summary.id][:HITS_SHOWN]:
-                node.add_leaf(_hit(hit, self._width - 4), TurnPlace(summary.id, hit.message_id))
+                node.add_leaf(_hit(hit, self._width - 4), TurnPlace(summary.id, hit.message_id, query))
             if hits[summary.id]:
                 node.expand()
         if not found:
@@ -171,7 +186,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
             return "type what to find, or choose a turn"
         hits = [h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id]
         for hit in hits[:LISTED]:
-            self._tree.root.add_leaf(_hit(hit, self._width), TurnPlace(conv_id, hit.message_id))
+            self._tree.root.add_leaf(_hit(hit, self._width), TurnPlace(conv_id, hit.message_id, query))
         return f"{len(hits)} turn{'' if len(hits) == 1 else 's'}" if hits else "nothing found"
 
     def on_tree_node_expanded(self, event: Tree.NodeExpanded[TurnPlace]) -> None:
@@ -213,6 +228,30 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
                 label = _turn(turn, self._width - 8, f"{n}/{len(following)} ")
                 todo.append((below.add(label, TurnPlace(conv_id, turn.id), expand=True), turn.id))
 
+    def _preview(self, place: TurnPlace | None) -> None:
+        """The highlighted conversation's end, or the highlighted turn."""
+        said = RichText()
+        if place is not None:
+            try:
+                told = self.history.get(place.conversation_id)
+                turns = self.history.messages(place.conversation_id)[-2:]
+                if place.turn_id:
+                    turns = [t for t in self.history.tree(place.conversation_id)[0] if t.id == place.turn_id]
+            except LocalLLMError:
+                return  # it was removed meanwhile, in another window
+            at = time.strftime("%d %b %Y, %H:%M", time.localtime(turns[-1].created_s if turns else told.updated_s))
+            said.append(
+                elide(f"{one_line(told.model)} · {at} · {how_many(told.n_messages, 'message')}", self._width), "bold"
+            )
+            for turn in turns:
+                who = "You: " if turn.role == "user" else "Answer: "
+                text = one_line(typed_in(turn))
+                at_word = max(text.lower().find(word.lower()) for word in place.words.split() or [""])
+                start = at_word - self._width // 2 if at_word > self._width else 0
+                text = ("…" if start else "") + text[start : start + 2_000]
+                said.append("\n" + elide(who + text, 4 // len(turns) * (self._width - 8)))
+        self.query_one("#preview", Static).update(said)
+
     @property
     def _width(self) -> int:
         return max(30, min(110, self.app.size.width * 9 // 10) - 8)
@@ -220,6 +259,8 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
 
 def _line(summary: ConversationSummary, width: int) -> RichText:
     facts = f"{ago(time.time() - summary.updated_s)} · {how_many(summary.n_messages, 'message')}"
+    if width >= _LEAST_WITH_MODEL:
+        facts = f"{elide(one_line(summary.model), 24)} · {facts}"
     title = elide(printable(summary.title).replace("\n", " "), width - len(facts) - 2)
     # A Text, because brackets in a plain string would be read as markup.
     return RichText(title + " " * max(2, width - len(facts) - cell_len(title)) + facts)

@@ -15,17 +15,19 @@ from localllm_tui.widgets.contrast import readable
 
 # Each is one of the theme's colours ("-" for none) and text attributes.
 STYLES = {
-    "heading.h1": "primary bold",
-    "heading.h2": "primary underline",
-    "heading.h3": "primary bold",
+    "heading.h1": "accent-text bold underline",
+    "heading.h2": "accent-text bold",
+    "heading.h3": "- bold",
     "heading.h4": "- bold underline",
     "heading.h5": "- bold",
     "heading.h6": "hint bold",
-    "bullet": "text-primary",
+    "bullet": "accent-text",
     "quote": "hint",
     "rule": "hint",
     "link": "- underline",
-    "table.head": "text-primary bold",
+    "table.head": "accent-text bold",
+    "found": "- bold underline",
+    "found.now": "- bold reverse",
     "code.inline": "text-warning",
     "code.label": "hint",
     "code.Comment": "hint",
@@ -52,26 +54,30 @@ STYLES = {
     "code.Generic.Inserted": "text-success",
     "code.Generic.Deleted": "text-error",
 }
-# How much of black or of the theme's warning goes into the background behind code.
-_BEHIND_DARK, _BEHIND_LIGHT, _BEHIND_INLINE = 0.1, 0.04, 0.1
+_ANSI_BLUE = 4
+# How much of the theme's foreground or warning goes into the background behind code.
+_BEHIND, _BEHIND_INLINE = 0.06, 0.1
 
 
 def palette(variables: Mapping[str, str]) -> Console:
     """A console whose theme maps the names of `STYLES` to a theme's variables."""
-    behind, warning = _colour(variables, "background"), _colour(variables, "warning")
+    behind, front, warning = (_colour(variables, name) for name in ("background", "foreground", "warning"))
     grounds: tuple[Color, ...] = ()
-    if behind is not None and behind.ansi is None and warning is not None:  # the terminal's own has no shades
-        shade = behind.blend(Color(0, 0, 0), _BEHIND_DARK if behind.brightness < 0.5 else _BEHIND_LIGHT)
-        grounds = (behind, shade, behind.blend(warning, _BEHIND_INLINE))
+    if behind is not None and behind.ansi is None and front is not None and warning is not None:
+        # The terminal's own has no shades.
+        grounds = (behind, behind.blend(front, _BEHIND), behind.blend(warning, _BEHIND_INLINE))
     styles = {}
     for name, look in STYLES.items():
         token, _, marks = look.partition(" ")
         colour = _colour(variables, token)
         seen = readable(colour, grounds) if colour is not None and grounds else colour
+        if seen is not None and seen.ansi == _ANSI_BLUE:
+            seen = None  # on black it can't be read: every terminal's first complaint
         styles[name] = Style.parse(marks or "none") + Style(color=_rich(seen))
     styles["code.block"] = Style()
     if grounds:
         styles["code.block"] = Style(bgcolor=_rich(grounds[1]))
+        styles["code.label"] += styles["code.block"]
         styles["code.inline"] += Style(bgcolor=_rich(grounds[2]))
     return Console(theme=Theme(styles), width=80)
 

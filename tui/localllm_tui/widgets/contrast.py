@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from textual.color import Color
 
+# How much of the foreground goes into the background of the selected turn.
+SELECTED = 0.08
+_TROUGHS = ("background", "background-hover", "background-active", "corner-color")
 # WCAG 2.2, 1.4.3: the least contrast of text.
 READABLE = 4.5
 
@@ -36,11 +39,26 @@ def readable(colour: Color, grounds: tuple[Color, ...], least: float = READABLE)
 
 def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
     """Of a theme's variables those that text here is written in: `hint` for what explains, `accent-text` for what leads the
-    eye, and the texts of code and marks; each readable on the background, panels and shades of the theme."""
+    eye, each readable on the background and panels of the theme. And scrollbars, cursors and frames, which have nothing but its
+    greys and its accent."""
     grounds = tuple(Color.parse(variables[name]) for name in ("background", "surface"))
-    foreground = Color.parse(variables["foreground"])
+    foreground, accent = Color.parse(variables["foreground"]), Color.parse(variables["accent"])
+    if foreground.ansi is not None or accent.ansi is not None:  # the terminal's own, of which there are no shades
+        return {"hint": foreground.css, "accent-text": accent.css, "scrollbar": "ansi_bright_black"}
+    grounds += (grounds[0].blend(foreground, SELECTED),)
+    thumb, thumb_used = (grounds[0].blend(foreground, share).hex for share in (0.25, 0.45))
+    cursor = grounds[1].blend(accent, 0.3)
     found = {
-        "hint": readable(foreground.blend(grounds[0], 0.35) if foreground.ansi is None else foreground, grounds),
-        "accent-text": readable(Color.parse(variables["accent"]), grounds),
+        "hint": readable(foreground.blend(grounds[0], 0.35), grounds).hex,
+        "accent-text": readable(accent, grounds).hex,
+        "scrollbar": thumb,
+        "scrollbar-hover": thumb_used,
+        "scrollbar-active": thumb_used,
+        # One accent: cursors of lists have it as well, whether the keys go there or to an input above.
+        "block-cursor-background": cursor.hex,
+        "block-cursor-blurred-background": cursor.hex,
+        "block-cursor-foreground": readable(foreground, (cursor,)).hex,
+        "block-cursor-blurred-foreground": readable(foreground, (cursor,)).hex,
+        "border": variables["accent"],
     }
-    return {name: colour.css if colour.ansi is not None else colour.hex for name, colour in found.items()}
+    return found | {f"scrollbar-{part}": grounds[0].hex for part in _TROUGHS}

@@ -23,7 +23,7 @@ class GlassPanel(Static):
     DEFAULT_CSS = f"""
     GlassPanel {{
         dock: right; width: {PANEL_WIDTH + 6}; height: 1fr; padding: 1 2; display: none;
-        border-left: solid $panel; overflow-y: auto; text-wrap: nowrap; scrollbar-size-vertical: 1;
+        border-left: solid $panel; overflow-y: auto; text-wrap: nowrap;
     }}
     GlassPanel.wanted {{ display: block; }}
     GlassPanel.wanted.narrow {{ display: none; }}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -34,6 +35,8 @@ class GrowingText(Widget):
         self._strips: dict[int, Strip] = {}
         self._drawn_as: tuple[int, str, Style] | None = None
         self._look: Console
+        self._searched: re.Pattern[str] | None = None
+        self._found_now = -1  # the row of the hit one is at
 
     @property
     def source(self) -> str:
@@ -42,6 +45,15 @@ class GrowingText(Widget):
     def add(self, new: str) -> None:
         self.rows.add(new)
         self._changed(self.rows.finished)
+
+    def mark(self, searched: re.Pattern[str] | None, now: int = -1) -> list[int]:
+        """Mark what was searched for, most of all in the row `now`; returns the rows that have it."""
+        if (searched, now) != (self._searched, self._found_now):
+            self._searched, self._found_now = searched, now
+            self._strips.clear()
+            self.refresh()
+        rows = self.rows.at(self.size.width) if searched is not None and self.size.width else []
+        return [y for y, row in enumerate(rows) if searched is not None and searched.search(row.text.plain)]
 
     def end(self) -> None:
         if self.rows.end():
@@ -83,6 +95,9 @@ class GrowingText(Widget):
     def _strip(self, row: MarkdownRow, y: int, selected: tuple[int, int] | None = None) -> Strip:
         width, base = self.size.width, self.rich_style
         text = row.text
+        if self._searched is not None:
+            text = text.copy()
+            text.highlight_regex(self._searched, "found.now" if y == self._found_now else "found")
         if selected is not None:
             text, (start, end) = text.copy(), selected
             text.stylize(self.screen.get_component_rich_style("screen--selection"), start, None if end == -1 else end)

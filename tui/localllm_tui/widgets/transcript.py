@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from textual import events
@@ -14,6 +15,8 @@ from localllm_tui.bindings import bindings_of
 from localllm_tui.control.keys import TURN
 from localllm_tui.control.terminal import one_line
 from localllm_tui.messages import EarlierWanted, LaterWanted, SelectionEnded, TurnAsked, TurnClicked, TurnSelected
+from localllm_tui.widgets.contrast import SELECTED
+from localllm_tui.widgets.text import GrowingText
 
 
 def headline(who: str, place: tuple[int, int]) -> str:
@@ -25,12 +28,12 @@ def headline(who: str, place: tuple[int, int]) -> str:
 class TurnView(Vertical):
     """A turn. `turn_id` is its message's id; 0 while it has none."""
 
-    DEFAULT_CSS = """
-    TurnView { margin-top: 1; padding-left: 1; height: auto; max-width: 104; }
-    TurnView > .who { text-style: bold; }
-    TurnView > .note { color: $hint; }
-    TurnView.-selected > .who { text-style: bold reverse; width: auto; }
-    TurnView.-selected { background: $foreground 8%; }
+    DEFAULT_CSS = f"""
+    TurnView {{ margin-top: 1; padding-left: 1; height: auto; max-width: 104; }}
+    TurnView > .who {{ text-style: bold; }}
+    TurnView > .note {{ color: $hint; }}
+    TurnView.-selected > .who {{ text-style: bold reverse; width: auto; }}
+    TurnView.-selected {{ background: $foreground {SELECTED:.0%}; }}
     """
 
     def __init__(self, who: str, turn_id: int = 0, place: tuple[int, int] = (1, 1)) -> None:
@@ -53,6 +56,18 @@ class TurnView(Vertical):
         except NoMatches:
             pass  # not composed yet: it will be
 
+    def on_mount(self) -> None:
+        if isinstance(self.parent, Transcript) and self.parent.searched is not None:
+            self.call_after_refresh(self.mark, self.parent.searched)
+
+    def mark(self, searched: re.Pattern[str] | None, now: int = -1) -> list[int]:
+        """Mark what was searched for, most of all in the row `now` of this view; returns its rows that have it."""
+        rows = []
+        for text in self.query(GrowingText):
+            top = text.region.y - self.region.y
+            rows += [top + y for y in text.mark(searched, now - top if now >= 0 else -1) if text.region.height]
+        return rows
+
     def on_click(self, event: events.Click) -> None:
         if self.turn_id and event.chain == 2:  # a single click begins a selection of text
             event.stop()
@@ -63,12 +78,14 @@ class Transcript(VerticalScroll):
     """Scrolls; stays at its end while new text arrives, until the user scrolls up."""
 
     DEFAULT_CSS = """
-    Transcript { height: 1fr; padding: 0 1; scrollbar-size-vertical: 1; }
+    Transcript { height: 1fr; padding: 0 1; }
     Transcript > * { height: auto; }
     """
 
     following = True
+    searched: re.Pattern[str] | None = None
     _anchored_here = _wanted_more = False
+    _found_at = 0  # among the rows of the selected turn that have what was searched for
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(TURN)
 
@@ -116,6 +133,30 @@ class Transcript(VerticalScroll):
             self.post_message(EarlierWanted())
         else:
             self.select(views[at] if at < len(views) else None)
+
+    # -- what was searched for ------------------------------------------------------------------------------------
+
+    def search(self, words: str) -> None:
+        """Mark each of these words in every turn; "": none any more."""
+        parts = "|".join(re.escape(word) for word in words.split())
+        self.searched = re.compile(parts, re.IGNORECASE) if parts else None
+        for view in self._turns:
+            view.mark(self.searched)
+
+    def show_found(self, step: int, *, entering: bool = False) -> bool:
+        """Go to the next row (-1: the one before) of the selected turn that has what was searched for; `entering` the turn, to
+        its first or last. False where there is none."""
+        view = self.selected
+        if view is None or self.searched is None:
+            return False
+        rows = view.mark(self.searched)
+        at = (0 if step > 0 else len(rows) - 1) if entering else self._found_at + step
+        if not 0 <= at < len(rows):
+            return False
+        self._found_at = at
+        view.mark(self.searched, rows[at])
+        self.scroll_to(y=view.virtual_region.y + rows[at] - self.size.height // 3, animate=False)
+        return True
 
     def action_turn(self, what: str, argument: int = 0) -> None:
         if self.selected is not None:

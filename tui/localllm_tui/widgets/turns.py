@@ -50,7 +50,7 @@ class QuestionView(TurnView):
         if self.pictures and thumbnails.possible():
             yield thumbnails.Thumbnails(self.pictures)
         if self.text:
-            yield Static(printable(self.text), markup=False)
+            yield GrowingText(printable(self.text), plain=True)
         if self.left_out:
             yield Static("not answered, and left out of what the model gets", classes="note", markup=False)
 
