@@ -44,7 +44,7 @@ class MeasuredFigure(ABC):
     def figure(self) -> Figure:
         """The figure, with how and when it was found."""
         beside = f", while other programs had {self.others_share:.0%} of the processor" if self.busy else ""
-        return Figure(self.value, "measured", f"{self.how}, {self.date}{beside}")
+        return Figure(self.value, "measured", f"{self.how}, {self.date}{beside}", self.busy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class FigureFile:
 
     def _figure(self, entry: Any) -> Figure | None:
         try:
-            figure = Figure(float(entry["value"]), "measured", str(entry["source"]))
+            figure = Figure(float(entry["value"]), "measured", str(entry["source"]), _tries(entry) > 0)
         except (ValueError, KeyError, TypeError):
             return None
         return figure if self.sane[0] <= figure.value <= self.sane[1] else None

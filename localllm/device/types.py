@@ -17,11 +17,13 @@ DeviceKind = Literal["unified", "discrete", "system"]
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A number and how it is known: `measured` here, `reported` by the system, from a `datasheet`, `derived` from
-    other figures, `assumed`, or `given` on the command line. `source` names the probe, page or rule."""
+    other figures, `assumed`, or `given` on the command line. `source` names the probe, page or rule. `busy`: measured while
+    other programs had much of the processor, so that the machine may give more."""
 
     value: float
     basis: Basis
     source: str = ""
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.strip import Strip
 
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
@@ -101,16 +102,20 @@ class Driver:
         await self.type(text)
         await self.press("enter")
 
+    def strips(self) -> list[Strip]:
+        """What the terminal shows, with its styles."""
+        return self.app.screen._compositor.render_strips()
+
     def reversed(self) -> str:
         """What the terminal shows in reverse: a cursor that needs no colour."""
-        lines = self.app.screen._compositor.render_strips()
+        lines = self.strips()
         return "\n".join("".join(s.text for s in line if s.style is not None and s.style.reverse) for line in lines)
 
     def screen(self) -> str:
         """What the terminal shows, line by line."""
         from rich.segment import Segment
 
-        lines = self.app.screen._compositor.render_strips()
+        lines = self.strips()
         return "\n".join("".join(s.text for s in Segment.strip_styles(line)).rstrip() for line in lines)
 
 

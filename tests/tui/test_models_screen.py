@@ -11,6 +11,7 @@ from textual.widgets import OptionList
 from localllm.errors import DownloadError
 from localllm_tui.control.interfaces import InstalledModel
 from localllm_tui.control.model_list import Pulls, compare, disk_line
+from localllm_tui.control.session import Session
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
@@ -200,6 +201,52 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
         assert disk_line(theirs, width, in_use=False).endswith("a Python package")
     (points,) = [row for row in compare([choice("a", 1, quality={"points": -0.4})]) if row[0].startswith("quality")]
     assert points[1] == "0"
+
+
+def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> None:
+    class Slow(ScriptedModelService):
+        def plan(self, request: Any) -> Any:
+            planned = super().plan(request)
+            return replace(planned, choices=planned.choices[:2], too_slow=planned.choices[2:])
+
+    it = Slow(choice("big", 20), choice("mid", 8), choice("snail", 2), choice("scripted", 1, installed="scripted"))
+
+    async def play(d: Driver) -> None:
+        screen = await opened(d)
+        assert "2 fit, 2 answer too late" in d.screen()
+        rows = [str(option.prompt) for option in screen.query_one(OptionList).options]
+        assert [row.split()[0].lstrip("▸") or row.split()[1] for row in rows] == ["SCRIPTED", "BIG", "MID", "SNAIL"]
+        assert rows[0].startswith("▸")
+        await d.press("f", *"m")
+        await d.until(lambda: "BIG" not in d.screen() and "MID" in d.screen())
+        await d.press(*"id", "enter")
+        assert screen.query_one(OptionList).has_focus
+        await d.press("f", "ctrl+u", *"snail", "enter", "enter")
+        await d.until(lambda: it.pulled == ["snail:Q4"])
+        await d.press("escape")
+        await d.until(lambda: "BIG" in d.screen())
+        assert d.app.screen is screen
+        for _ in range(4):
+            it.go_on.release()
+
+    drive(play, model_service=it, size=(100, 30))
+
+
+def test_a_number_alone_opens_a_recent_conversation_and_a_message_may_begin_with_one(drive: Any, history: Any) -> None:
+    for text in ("rivers", "mountains"):
+        Session(history, "scripted").ask(text)
+
+    async def play(d: Driver) -> None:
+        assert "1. mountains" in d.screen()
+        await d.press("2", *" and more")
+        assert d.app.chat.composer.text == "2 and more"
+        await d.press("ctrl+u", "2")
+        await d.until(lambda: [t.content for t in d.app.chat.session.turns] == ["rivers"])
+        assert d.app.chat.composer.text == ""
+        await d.press("1")  # something is said here: a number is text
+        assert d.app.chat.composer.text == "1"
+
+    drive(play)
 
 
 def test_the_order_can_be_changed_and_what_answers_here_is_first(drive: Any) -> None:

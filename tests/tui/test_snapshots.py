@@ -71,7 +71,7 @@ def conversation(history: History) -> str:
 
 def cells(d: Driver) -> Iterator[tuple[int, int, str, Style]]:
     """Every character on screen as (line, column, character, style)."""
-    for y, strip in enumerate(d.app.screen._compositor.render_strips()):
+    for y, strip in enumerate(d.strips()):
         x = 0
         for text, style, _ in strip:
             for letter in text:

@@ -20,7 +20,7 @@ from localllm_tui.control import commands
 from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.local_state import Preferences
-from localllm_tui.control.terminal import KeyboardTerminal, copy_with_tool, on_signals
+from localllm_tui.control.terminal import NOTICE_SEEN, KeyboardTerminal, copy_with_tool, notice, on_signals
 from localllm_tui.look import LookApp
 from localllm_tui.screens.chat import ChatScreen
 
@@ -52,6 +52,7 @@ class ChatApp(LookApp[None]):
         self.chat = ChatScreen(options, copy, typed)
         self._preferences = Preferences(options.history.path.parent)
         self._interrupted_s = float("-inf")
+        self._told_elsewhere = False
 
     def get_default_screen(self) -> Screen[None]:
         return self.chat
@@ -71,6 +72,17 @@ class ChatApp(LookApp[None]):
             self._driver.suspend_application_mode()
             self._driver.resume_application_mode()
             self.call_later(self.refresh, layout=True)
+
+    def notify_elsewhere(self, text: str) -> None:
+        """Tell somebody who looks at another window, where the terminal says which one is in front."""
+        if not self.app_focus and self._driver is not None:
+            self._driver.write(notice(text) if not self._told_elsewhere else "\a")
+            self._told_elsewhere = True
+
+    def on_app_focus(self) -> None:
+        if self._told_elsewhere and self._driver is not None:
+            self._told_elsewhere = False
+            self._driver.write(NOTICE_SEEN)
 
     def _remember_theme(self, theme: Theme) -> None:
         self._preferences.set("theme", theme.name)

@@ -51,18 +51,19 @@ class LocalModelService:
         answer = planner.recommend(device, catalog.models, workload, overrides=overrides, limit=0)
         need = need_of(workload)
         waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
-        soon = [p for p in answer.plans if not request.longest_wait_s or waits[p.model.id] <= request.longest_wait_s]
-        here = {} if request.machine else installed_names(soon, catalog)
-        choices = tuple(
-            PlanChoice(plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon
-        )
+        here = {} if request.machine else installed_names(answer.plans, catalog)
+        choices = [
+            PlanChoice(plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), ""))
+            for p in answer.plans
+        ]
+        limit_s = request.longest_wait_s or float("inf")
         others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
         return PlanList(
             request,
             _described(device),
-            choices,
+            tuple(c for c in choices if c.wait_s <= limit_s),
             dict(others.most_common(2)),
-            len(answer.plans) - len(soon),
+            tuple(c for c in choices if c.wait_s > limit_s),
             tuple(device.accounts),
         )
 
@@ -135,7 +136,8 @@ class LocalModelService:
         if key in self._devices:
             return self._devices[key]
         found = machine_of(key[0] or None, request.memory_gb or None, self.catalog)
-        if not _made_beside_others(found[0]):  # a speed of a busy moment is measured again
+        known = found[0].bandwidth_gbps
+        if known is None or not known.busy:  # a speed of a busy moment is measured again
             self._devices[key] = found
         return found
 
@@ -160,16 +162,10 @@ def _workload(request: PlanRequest) -> Workload:
 
 def _described(device: Device) -> str:
     known = device.bandwidth_gbps
-    beside = " beside other load, and to be measured again" if _made_beside_others(device) else ""
+    beside = " beside other load, and to be measured again" if known is not None and known.busy else ""
     bandwidth = f", {known.value:,.0f} GB/s ({known.basis}{beside})" if known else ""
     simulated = " (simulated)" if device.simulated else ""
     return f"{device.name}{simulated}: {device.memory.limit_bytes / 1e9:.1f} GB usable{bandwidth}"
-
-
-def _made_beside_others(device: Device) -> bool:
-    """Whether the bandwidth was measured while other programs had the processor (device.kept says so in the source)."""
-    known = device.bandwidth_gbps
-    return known is not None and "while other programs" in known.source
 
 
 def _on_disk(local: LocalModel) -> InstalledModel:

@@ -151,18 +151,19 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         _in_lines(client, Session(history, name, conv_id=resume, system=system), asked)
         return
     from localllm.cli.chat.config import take_keys, tool_hosts
-    from localllm.cli.chat.model_service import LocalModelService
+    from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.control.chat import ChatOptions
 
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
     take_keys()
     own = engines.maker(stack, asked.wanted)
-    desk = LocalModelService(offline=bool(Settings().value("offline")))
+    desk = PlanningProcess(offline=bool(Settings().value("offline")))
     first = not engine.where and engines.only_the_starter(name)
     opening = ChatOptions(
         client, history, name, resume, system, tuple(asked.attached), greeting, own, desk, first, tool_hosts()
     )
+    stack.callback(desk.close)
     _on_screen(opening)
 
 

@@ -197,15 +197,18 @@ def _on_a_terminal() -> bool:
 def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float, *, offline: bool) -> None:
     """Show what fits; a model that is chosen there starts the chat. Raises DeviceNotFoundError and what the chat ends in."""
     from localllm.cli.chat.config import take_keys
-    from localllm.cli.chat.model_service import LocalModelService
+    from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.control.interfaces import PlanRequest
     from localllm_tui.models_app import ModelsApp
 
     take_keys()
-    desk = LocalModelService(offline=offline)
+    desk = PlanningProcess(offline=offline)
     wish = PlanRequest(purpose, context, machine, memory_gb)
     desk.check(wish)
-    chosen = ModelsApp(desk, wish).run()
+    try:
+        chosen = ModelsApp(desk, wish).run()
+    finally:
+        desk.close()
     if chosen:
         from localllm.cli.commands.chat import chat
 

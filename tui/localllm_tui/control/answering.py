@@ -155,9 +155,9 @@ class AnswerStream:
             if keep is not None:
                 self._saving(lambda: keep.add(**piece))
         elif isinstance(event, PromptProgress):
-            self.meter.prompt_tokens = event.total
+            said = self.meter.reading(event.done, event.total)
             if first:
-                shown.progress(f"reading the prompt… {event.done:,} of {event.total:,} tokens")
+                shown.progress(said)
         elif isinstance(event, WaitNote):
             if first or self._tools:
                 shown.progress(printable(event.note) + "…")

@@ -59,15 +59,19 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True)
 class PlanList:
-    """What fits, best first: `machine` in a line; `n_too_slow` fit but answer too late. `left_out`: how many others there
+    """What fits, best first: `machine` in a line; `too_slow` fit but answer too late. `left_out`: how many others there
     are, by why they are left out ("too large"). `accounts`: what of each memory is left for a model, a line each."""
 
     request: PlanRequest
     machine: str
     choices: tuple[PlanChoice, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
-    n_too_slow: int = 0
+    too_slow: tuple[PlanChoice, ...] = ()
     accounts: tuple[str, ...] = ()
+
+    @property
+    def n_too_slow(self) -> int:
+        return len(self.too_slow)
 
 
 @dataclass(frozen=True, slots=True)

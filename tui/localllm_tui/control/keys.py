@@ -207,6 +207,7 @@ KEYS = (
         MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
         hints={KeyContext.MODELS: "disk", KeyContext.ON_DISK: "plans"},
     ),
+    Key(MODELS, "f,slash", "F", "filter", "only models with these words", hints={KeyContext.MODELS: "filter"}),
     Key(MODELS, "o", "O", "sort", "another order: best, speed, memory", hints={KeyContext.MODELS: "sort"}),
     Key(MODELS, "s", "S", "stop", "stop a download; pulling again goes on where it was"),
     Key(

@@ -23,7 +23,7 @@ from localllm_tui.control.attachments import (
     with_files,
 )
 from localllm_tui.control.client import AnswerUsage, ChatClient
-from localllm_tui.control.formatting import BAR_CELLS, amount, bar, elide
+from localllm_tui.control.formatting import BAR_CELLS, amount, bar, elide, span
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line
 
@@ -45,6 +45,7 @@ class AnswerMeter:
         self._last_s: float | None = None
         self._deltas = 0
         self._paces, self._pace_s = [0], _PACE_S  # deltas in each part of the time since the first
+        self._reading: tuple[float, int] | None = None  # when the first progress came, and the tokens it told
         self.prompt_tokens = 0
         self.left_out = 0  # messages that the server left out to make the conversation fit
         self.usage: AnswerUsage | None = None
@@ -65,6 +66,22 @@ class AnswerMeter:
     def paces(self) -> tuple[float, ...]:
         """Tokens per second as they arrived, in equal parts of the time since the first; the part that goes on is not told."""
         return tuple(n / self._pace_s for n in self._paces[:-1])
+
+    def reading(self, done: int, total: int) -> str:
+        """How far the prompt is read, in words: tokens, and after a moment the rate, how long it took and how long it will."""
+        self.prompt_tokens = total
+        now = self._now()
+        begun_s, begun = self._reading = self._reading or (now, done)  # what the cache had was not read
+        said, took_s = f"reading the prompt… {done:,} of {total:,} tokens", now - begun_s
+        if done <= begun or took_s <= 0:
+            return said
+        rate = (done - begun) / took_s
+        return f"{said} · {rate:,.0f} tok/s · {span(took_s)}, {span((total - done) / rate)} left"
+
+    @property
+    def took_s(self) -> float:
+        """Seconds since the question was sent, until the last token."""
+        return (self._last_s or self._now()) - self._started_s
 
     @property
     def tokens(self) -> int:

@@ -130,11 +130,14 @@ def catalog_head(width: int) -> str:
     return columns + f" {'tok/s':>9} {'wait':>8}"
 
 
-def plan_line(choice: PlanChoice, width: int, pull: Pull | None = None, *, marked: bool = False) -> str:
-    """One plan; `●` is installed, `↓` on its way; `+`: marked to be compared."""
+def plan_line(
+    choice: PlanChoice, width: int, pull: Pull | None = None, *, marked: bool = False, in_use: bool = False
+) -> str:
+    """One plan; `▸` answers now, `●` is installed, `↓` on its way; `+`: marked to be compared."""
     plan, memory = choice.plan, choice.plan["memory"]
     name, wide = _room(width)
     mark = "●" if choice.installed or (pull is not None and pull.done) else "↓" if pull and not pull.ended else " "
+    mark = "▸" if in_use else mark
     shown = elide(one_line(plan["name"]), name)
     line = (
         f"{mark}{'+' if marked else ' '}{shown}{' ' * (name - cell_len(shown))} {elide(plan['variant']['quant'], 9):9}"
@@ -225,6 +228,7 @@ def _rate(tok_s: float) -> str:
 
 FIRST_RUN_SHOWN = 3
 FIRST_RUN_KEYS = ("F5", "F6", "F7")
+_ALL_MODELS = "  F4  all models, with what each needs and why"
 STARTER = (
     "This is the starter model: 135 million parameters in 98 MB, bundled so that there is something to talk to at once. "
     "It shows how everything works, and is a toy: it often gets things wrong."
@@ -233,8 +237,14 @@ STARTER = (
 
 def first_run_lines(starter: str, choices: Sequence[PlanChoice], pulls: Pulls, *, planned: bool) -> list[str]:
     """The page of the first run; says that it is planning until `planned`."""
-    if not planned:
-        return [STARTER, "", "Planning what this machine could run …"]
+    if not planned:  # as many lines as there will be: nothing moves when they come
+        return [
+            STARTER,
+            "",
+            "Planning what this machine could run …",
+            *(f"  {key}  …" for key in FIRST_RUN_KEYS),
+            _ALL_MODELS,
+        ]
     best = worth_pulling(starter, choices)
     if not best:
         return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
@@ -249,7 +259,7 @@ def first_run_lines(starter: str, choices: Sequence[PlanChoice], pulls: Pulls, *
             speed = choice.plan["decode_tok_s"]
             rate = f"{speed['low']:.0f} to {speed['high']:.0f} tokens/s"
             said.append(f"  {key}  {choice.title}: {amount(choice.plan['variant']['bytes'])}, {rate}")
-    return [*said, "  F4  all models, with what each needs and why"]
+    return [*said, _ALL_MODELS]
 
 
 def worth_pulling(starter: str, choices: Sequence[PlanChoice]) -> list[PlanChoice]:

@@ -73,6 +73,15 @@ def copy_with_tool(text: str) -> bool:
     return False
 
 
+def notice(text: str) -> str:
+    """What tells somebody who looks at another window: the bell, a notification (OSC 9, iTerm2's, which others took up), and the
+    window's title, whose earlier one is kept (XTWINOPS 22)."""
+    said = one_line(text)
+    return f"\a\x1b]9;{said}\x1b\\\x1b[22;2t\x1b]2;{said}\x1b\\"
+
+
+NOTICE_SEEN = "\x1b[23;2t"  # the title from before (XTWINOPS 23)
+
 _BACKGROUND = re.compile(r"\x1b\]11;rgba?:([0-9a-fA-F]+)/([0-9a-fA-F]+)/([0-9a-fA-F]+)[^\x07\x1b]*(?:\x07|\x1b\\)")
 _ATTRIBUTES = re.compile(r"\x1b\[\?[\d;]*c")
 _ANSWERS_WITHIN_S = 0.15

@@ -22,12 +22,12 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], e
         lines.append(greeting)
     if not earlier:
         return "\n\n".join([*lines, "Ask anything. F1 shows what else there is."])
-    lines.append("Earlier conversations (`/continue` opens the first, `/list` finds any):")
+    lines.append("Earlier conversations (a number alone opens one, `/list` finds any):")
     now = time.time()
     lines.append(
         "\n".join(
-            f"- {_plain(elide(one_line(c.title), 48))} · {ago(now - c.updated_s)}, {how_many(c.n_messages, 'message')}"
-            for c in earlier
+            f"{n}. {_plain(elide(one_line(c.title), 48))} · {ago(now - c.updated_s)}, {how_many(c.n_messages, 'message')}"
+            for n, c in enumerate(earlier, 1)
         )
     )
     return "\n\n".join(lines)

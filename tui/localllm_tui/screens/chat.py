@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 0.2
 HITS = 2_000
+# A number with nothing after it for so long is a key, and not the beginning of a message.
+ALONE_S = 0.6
 # Long enough that nobody is about to ask, short enough that titles are there when one looks for them.
 TITLE_AFTER_S = 20.0
 
@@ -118,6 +120,22 @@ class ChatScreen(ChatCatalogScreen):
                 self._drafts.save(self.session.id, text)
             self._counting.soon()
             self._show_state()
+            if self._recent_named(text):
+                self.set_timer(ALONE_S, partial(self._open_recent, text))
+
+    def _recent_named(self, text: str) -> str:
+        """The conversation that a number alone opens, in an empty one; "" where there is none."""
+        nth = int(text) if len(text) == 1 and text in "123" else 0
+        return self._recent[nth - 1] if 0 < nth <= len(self._recent) and not self.session.turns else ""
+
+    async def _open_recent(self, typed: str) -> None:
+        """Open it unless more was typed since: a message may begin with a number."""
+        if self.composer.text == typed and (conv_id := self._recent_named(typed)) and not self.app.screen.is_modal:
+            self.composer.clear()
+            try:
+                await command_actions.resume(self, conv_id)
+            except LocalLLMError as e:
+                await self.trouble(e)
 
     def on_scroll_transcript(self, event: ScrollTranscript) -> None:
         self.transcript.page(event.pages)
@@ -381,6 +399,9 @@ class ChatScreen(ChatCatalogScreen):
         self.app.copy_to_clipboard(text)
         how = "" if self._copy_with_tool(text) else " (through the terminal)"
         self.notify(f"copied {what}, {len(text):,} characters{how}", timeout=3)
+
+    def tell_elsewhere(self, text: str) -> None:
+        self.app.notify_elsewhere(text)  # type: ignore[attr-defined]
 
     async def leave(self) -> None:
         """End the chat: save the answer so far and stop downloads, which resume when asked for again."""

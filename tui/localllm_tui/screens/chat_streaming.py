@@ -27,6 +27,8 @@ from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.turns import ChatNote, QuestionView
 
 CONTEXT_WARNING = 0.9
+# Of an answer that took so long one may look elsewhere meanwhile.
+LONG_S = 10.0
 # The server knows how the model performs after an answer or two.
 NOTICE_ASKS = 8
 
@@ -185,8 +187,13 @@ class ChatStreamingScreen(ChatViewScreen):
             self._queued = False
             await self.on_question_submitted(QuestionSubmitted(self.composer.text))
 
+    def tell_elsewhere(self, text: str) -> None:
+        """Tell somebody who looks at another window."""
+
     async def _show_end(self, view: AnswerView, answering: AnswerStream, trouble: LocalLLMError | None) -> None:
         turn = answering.turn
+        if answering.meter.took_s >= LONG_S:
+            self.tell_elsewhere(f"{'no answer' if trouble is not None else 'answered'}: {self.session.title}")
         if turn is not None:
             if self.session.tree.holds(turn.id):
                 view.show_place(turn.id, self.session.place(turn))

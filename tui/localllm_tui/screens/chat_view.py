@@ -74,6 +74,7 @@ class ChatViewScreen(Screen[None]):
         self._first = 0
         self._last: int | None = None
         self._warned = self._queued = False
+        self._recent: list[str] = []  # the conversations that the welcome offers
 
     @property
     def answering(self) -> bool:
@@ -143,7 +144,9 @@ class ChatViewScreen(Screen[None]):
         if not turns:
             engine = self.client.engine
             elsewhere = engine.where if engine is not None and not is_here(engine) else ""
-            text = wording.welcome(self.model, self.greeting, self._earlier(), elsewhere)
+            earlier = self._earlier()
+            self._recent = [summary.id for summary in earlier]
+            text = wording.welcome(self.model, self.greeting, earlier, elsewhere)
             widgets.append(ChatNote(text, markdown=True))
         elif self._last is not None:
             widgets.append(LaterTurns(len(turns) - self._last))

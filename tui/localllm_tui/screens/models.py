@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
-from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
+from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
@@ -38,6 +38,7 @@ from localllm_tui.control.model_list import (
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_catalog import ChatCatalogScreen
 from localllm_tui.screens.dialogs import TextDialog
+from localllm_tui.widgets.graphemes import WholeInput
 from localllm_tui.widgets.slider import Slider
 
 _LOOK_S = 0.2
@@ -115,6 +116,7 @@ class ModelsScreen(ModalScreen[str | None]):
                 id="typed",
                 compact=True,
             )
+            yield WholeInput(placeholder="part of a name: the list is what has it", id="filter", compact=True)
             yield Static("", id="columns", markup=False)
             yield OptionList()
             yield Static("", id="details", markup=False)
@@ -182,16 +184,20 @@ class ModelsScreen(ModalScreen[str | None]):
         at, was = listed.highlighted, self._highlighted_key()
         if self._shows_disk:
             found = self._disk or ()
+            slow = set()
             rows = [(m.path, disk_line(m, self._columns, in_use=m.name == self._current)) for m in found]
             self.query_one("#columns", Static).update(disk_head(self._columns))
             total = sum(m.size_bytes for m in found)
             said = f"{len(found)} on this disk, {amount(total)}" if self._disk is not None else "looking …"
         else:
             rows = [(o.ref, self._line(o)) for o in self._ordered()]
+            slow = {o.ref for o in self._plan_list.too_slow} if self._plan_list is not None else set()
             self.query_one("#columns", Static).update(catalog_head(self._columns))
             said = ("" if self._order == "best" else f"by {self._order} · ") + _summary(self._plan_list)
         self.query_one("#machine", Static).update(elide(said, self._columns))
-        listed.set_options([Option(Text(line, no_wrap=True, overflow="ellipsis"), id=key) for key, line in rows])
+        wanted = self.query_one("#filter", Input).value.lower().split()
+        rows = [(key, line) for key, line in rows if all(word in f"{key} {line}".lower() for word in wanted)]
+        listed.set_options([Option(Content.styled(line, "$hint" if key in slow else ""), id=key) for key, line in rows])
         if rows:
             ids = [key for key, _ in rows]
             listed.highlighted = ids.index(was) if was in ids else min(at or 0, len(rows) - 1)
@@ -199,12 +205,16 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def _ordered(self) -> list[PlanChoice]:
         """The model in use first, then in the order that was asked for."""
-        by = ORDERS[self._order]
-        return sorted(self.choices, key=lambda o: (not o.installed or o.installed != self._current, by(o)))
+        by, late = ORDERS[self._order], self._plan_list.too_slow if self._plan_list is not None else ()
+        return sorted(
+            [*self.choices, *late],
+            key=lambda o: (not o.installed or o.installed != self._current, o in late, by(o)),
+        )
 
     def _line(self, choice: PlanChoice) -> str:
         marked = choice.ref in self._marked
-        return plan_line(choice, self._columns, self._pulls.of(choice.ref), marked=marked)
+        in_use = bool(choice.installed) and choice.installed == self._current
+        return plan_line(choice, self._columns, self._pulls.of(choice.ref), marked=marked, in_use=in_use)
 
     def _highlighted_key(self) -> str:
         option = self.query_one(OptionList).highlighted_option
@@ -213,7 +223,7 @@ class ModelsScreen(ModalScreen[str | None]):
     @property
     def _choice(self) -> PlanChoice | None:
         key = self._highlighted_key()
-        return None if self._shows_disk else next((o for o in self.choices if o.ref == key), None)
+        return None if self._shows_disk else next((o for o in self._ordered() if o.ref == key), None)
 
     @property
     def _model(self) -> InstalledModel | None:
@@ -288,26 +298,49 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def action_close(self) -> None:
         if self.query_one("#typed", Input).has_class("-asked"):
-            self._ask_machine(False)
+            self._ask("#typed", asked=False)
+        elif (box := self.query_one("#filter", Input)).has_class("-asked"):
+            box.value = ""
+            self._ask("#filter", asked=False)
         else:
             self.dismiss(None)
 
     def action_step(self, which: str, step: int) -> None:
         """Move a slider, whatever has the focus."""
-        if not self.query_one("#typed", Input).has_focus:
+        if not isinstance(self.focused, Input):
             self.query_one(f"#{which}", Slider).action_move(step)
 
     def action_machine(self) -> None:
-        self._ask_machine(True)
+        self._ask("#typed", asked=True)
 
-    def _ask_machine(self, asked: bool) -> None:
-        box = self.query_one("#typed", Input)
+    def action_filter(self) -> None:
+        """List what has the words that are typed from now on."""
+        self._ask("#filter", asked=True)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        if event.input.id == "filter":
+            self._list()
+
+    def on_key(self, event: events.Key) -> None:
+        # While a filter is typed the arrows move in the list.
+        moves = {
+            "up": self.query_one(OptionList).action_cursor_up,
+            "down": self.query_one(OptionList).action_cursor_down,
+        }
+        if event.key in moves and self.query_one("#filter", Input).has_focus:
+            moves[event.key]()
+
+    def _ask(self, which: str, *, asked: bool) -> None:
+        box = self.query_one(which, Input)
         box.set_class(asked, "-asked")
         (box if asked else self.query_one(OptionList)).focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.input.id == "filter":
+            self.query_one(OptionList).focus()  # what is filtered stays so: Esc ends it
+            return
         self.query_one("#device", Slider).choose(event.value.strip())
-        self._ask_machine(False)
+        self._ask("#typed", asked=False)
 
     def action_why(self) -> None:
         if (choice := self._choice) is not None:

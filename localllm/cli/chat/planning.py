@@ -1,0 +1,105 @@
+"""Plans for the chat's screens, made in a process beside it: planning takes the interpreter for seconds, and no key waits for it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from localllm.cli.chat.model_service import LocalModelService
+from localllm.errors import LocalLLMError
+from localllm_tui.control.interfaces import InstalledModel, PlanList, PlanRequest, PullProgress
+
+
+class PlanningProcess:
+    """Implements ModelService: what plans runs in a child, from the first call to `close` or this process's end. `offline`:
+    nothing is fetched."""
+
+    def __init__(self, *, offline: bool = False) -> None:
+        self._here = LocalModelService(offline=offline)
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def check(self, request: PlanRequest) -> None:
+        self._here.check(request)
+
+    def plan(self, request: PlanRequest) -> PlanList:
+        return self._asked("plan", request)  # type: ignore[no-any-return]
+
+    def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
+        return self._asked("explain", request, ref, columns)  # type: ignore[no-any-return]
+
+    def fit(self, model: InstalledModel) -> str:
+        return str(self._asked("fit", model))
+
+    def on_disk(self) -> Sequence[InstalledModel]:
+        return self._here.on_disk()
+
+    def remove(self, model: InstalledModel) -> int:
+        return self._here.remove(model)
+
+    def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
+        return self._here.pull(ref, told)
+
+    def close(self) -> None:
+        """End the child; a call starts another one."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _asked(self, what: str, *given: object) -> Any:
+        """What LocalModelService says in the child. Raises LocalLLMError."""
+        with self._lock:
+            if self._child is None or self._child.poll() is not None:
+                self.close()
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", __name__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            to, back = self._child.stdin, self._child.stdout
+            assert to is not None
+            assert back is not None
+            try:
+                pickle.dump((what, given), to)
+                to.flush()
+                said, error = pickle.load(back)
+            except (OSError, EOFError, pickle.UnpicklingError) as e:
+                raise LocalLLMError("planning broke off: its process ended", hint="try again") from e
+        if error is not None:
+            raise error
+        return said
+
+
+def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer until nothing more is asked."""
+    service = LocalModelService()
+    while True:
+        try:
+            what, given = pickle.load(asked)
+        except EOFError:
+            return
+        try:
+            said: tuple[Any, LocalLLMError | None] = getattr(service, what)(*given), None
+        except LocalLLMError as e:
+            said = None, e
+        except Exception as e:
+            said = None, LocalLLMError(f"planning failed: {e!r}")
+        pickle.dump(said, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # Whatever is printed must not come between the answers.
+    with os.fdopen(os.dup(1), "wb") as own:
+        os.dup2(2, 1)
+        serve(sys.stdin.buffer, own)

@@ -1,0 +1,78 @@
+"""Plans made in a process of their own: the same as here, whatever befalls that process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from localllm.cli.chat.model_service import LocalModelService
+from localllm.cli.chat.planning import PlanningProcess
+from localllm.device.types import Figure
+from localllm.errors import LocalLLMError, UsageError
+from localllm.planner import recommend
+from localllm_tui.control.interfaces import PlanRequest
+from support.until import until
+
+APPLE = PlanRequest(machine="M4 Max 128GB")
+
+
+@pytest.fixture
+def desk() -> Iterator[PlanningProcess]:
+    service = PlanningProcess(offline=True)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def test_it_plans_as_it_would_here_and_not_here(desk: PlanningProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = LocalModelService().plan(APPLE)
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("planned in this process")
+
+    monkeypatch.setattr(recommend, "recommend", refused)
+    assert desk.plan(APPLE) == here
+    children = psutil.Process().children()
+    with pytest.raises(LocalLLMError) as caught:
+        desk.plan(PlanRequest(machine="a toaster"))
+    assert caught.value.hint
+    assert type(caught.value) is not LocalLLMError  # the error it was there
+    assert desk.explain(APPLE, here.choices[0].ref, 80)
+    assert psutil.Process().children() == children  # one process for all
+    for child in children:
+        child.kill()
+    until(lambda: not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE])
+    assert desk.plan(APPLE).choices == here.choices  # another one
+    desk.close()
+    assert not [c for c in psutil.Process().children() if "planning" in " ".join(c.cmdline())]
+
+
+def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the figure's own word, whatever its source is called."""
+    from dataclasses import replace
+
+    from localllm.cli.compose import plan_inputs
+
+    real = plan_inputs.machine_of
+    asked: list[object] = []
+
+    def busy_at_first(*given: object, **more: object) -> object:
+        asked.append(given)
+        device, overrides = real(*given, **more)  # type: ignore[arg-type]
+        figure = Figure(100.0, "measured", "a probe", busy=len(asked) == 1)
+        return replace(device, bandwidth_gbps=figure), overrides
+
+    monkeypatch.setattr(plan_inputs, "machine_of", busy_at_first)
+    service = LocalModelService()
+    assert "beside other load" in service.plan(APPLE).machine
+    assert "beside other load" not in service.plan(APPLE).machine
+    service.plan(APPLE)
+    assert len(asked) == 2  # and one of a quiet moment is kept
+
+
+def test_a_request_that_is_none_is_refused(desk: PlanningProcess) -> None:
+    with pytest.raises((UsageError, LocalLLMError)):
+        desk.plan(PlanRequest(purpose="flying"))
