@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -22,6 +23,9 @@ from localllm_tui.widgets.slash_menu import SlashMenu
 
 # A longer paste would make each key slow: it is attached as a file.
 MUCH_CHARS = 300_000
+
+# Of colours and the like in what was copied elsewhere; line ends and tabs stay.
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 _CAUGHT = caught_by(COMPOSER)
 
@@ -62,6 +66,7 @@ class Composer(TextArea):
             event.prevent_default()
             self.post_message(FilesDropped(paths) if paths else MuchPasted(event.text))
         # Else TextArea's own handler comes next and writes it.
+        event.text = _CONTROLS.sub("", event.text)
 
     def _at(self) -> bool:
         """An @ at the beginning of a word opens the file list, and is typed all the same."""
