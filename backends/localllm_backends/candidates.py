@@ -51,40 +51,6 @@ def _changes(spec: SampleSpec) -> bool:
     return bool(spec.banned or spec.seen or spec.bias or spec.reduced or spec.allowed is not None)
 
 
-def choose_few(top: TopRows, chunks: Seq[Chunk], where: Seq[int]) -> list[int | None]:
-    """For each of the `chunks` the token behind it; None where that is left open, or its number is not in `where`, which says whose
-    rows the `top` are."""
-    tokens: list[int | None] = [None] * len(chunks)
-    if where:
-        specs = [chunks[i].sample or BEST for i in where]
-        for i, token in zip(where, choose(top, specs), strict=True):
-            tokens[i] = token
-    return tokens
-
-
-def choose(top: TopRows, specs: Seq[SampleSpec]) -> list[int | None]:
-    """The token of each row as its spec asks, from `top` of that row; None where the few don't decide it."""
-    logits = top.logits
-    for i, spec in enumerate(specs):
-        if _changes(spec):
-            logits = logits.copy() if logits is top.logits else logits
-            logits[i] = _changed(top.ids[i], top.logits[i], spec)
-    if all(s.temperature <= 0 for s in specs):
-        best = logits.max(axis=1, keepdims=True)
-        ids = np.where(logits == best, top.ids, np.int32(0x7FFFFFFF)).min(axis=1)
-        return _decided(ids, (best > top.logits.min(axis=1, keepdims=True))[:, 0] & (best < np.inf)[:, 0])
-    # Of those with the least logit others may have been left out.
-    least = top.logits.min(axis=1, keepdims=True)
-    # What is no number, or nothing but forbidden, is not taken.
-    with np.errstate(invalid="ignore"):
-        return _decided(*_drawn(TopRows(top.ids, logits, top.totals), least, specs))
-
-
-def _decided(tokens: Ids, good: NDArray[np.bool_]) -> list[int | None]:
-    found: list[int | None] = tokens.tolist()
-    return found if good.all() else [token if ok else None for token, ok in zip(found, good.tolist(), strict=True)]
-
-
 def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
     """One row's few as `spec` changes them, -inf where something outside might be greater than them."""
     least, seen, out = logits.min(), spec.seen, logits.copy()
@@ -121,63 +87,110 @@ def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDAr
     return hit, at[hit]
 
 
-def _drawn(top: TopRows, least: Rows, specs: Seq[SampleSpec]) -> tuple[Ids, NDArray[np.bool_]]:
-    """One token of each row, of which only those above `least` have a rank that counts; and whether it is that."""
-    n, k = top.logits.shape
-    rows = np.arange(n)
-    wanted = np.array(
-        [
-            (s.temperature, s.top_k, s.top_p if s.top_p < 1.0 else math.inf, s.min_p, s.uniform)
-            if s.temperature > 0
-            else _COLD
-            for s in specs
-        ]
-    )
-    temperature, top_k, top_p, min_p, uniform = (wanted[:, i : i + 1] for i in range(5))
-    # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
-    ranked = np.sort(-top.logits, axis=1)
-    np.negative(ranked, out=ranked)
-    totals = None
-    if any(unlimited(s) for s in specs):
-        # What they all weigh together says what the first of them are worth.
-        told = [unlimited(s) and not _changes(s) for s in specs]
-        totals = np.where(told, top.totals if top.totals is not None else 0.0, 0.0)[:, None]
-        top_k = np.where(totals > 0, np.count_nonzero(ranked > least, axis=1)[:, None], top_k)
-    width = max(1, min(int(top_k.max()), k))
-    last = np.clip(top_k, 1, k)[:, 0].astype(np.int64) - 1
-    good = (ranked[rows, last] > least[:, 0]) & (ranked[:, 0] < np.inf) & (top_k[:, 0] > 0)
-    far = ranked[:, :width].astype(np.float64)
-    far -= far[:, :1].copy()
-    weights = np.exp(far)
-    tempered = np.exp(far / temperature) if (temperature != 1.0).any() else weights
-    if last.min() < width - 1:
-        limited = np.arange(width) <= last[:, None]
-        weights, tempered = weights * limited, tempered * limited
-    if (filtered := (top_p < math.inf) | (min_p > 0)).any():
-        # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the best.
-        summed = np.add.accumulate(weights, axis=1)
-        kept = weights >= min_p
-        kept[:, 1:] &= summed[:, :-1] < top_p * (
-            summed[:, -1:] if totals is None else np.where(totals > 0, totals, summed[:, -1:])
+class FewChooser:
+    """Chooses the tokens behind those of the `chunks` with the numbers `where`. What hangs on nothing but what they ask for is made
+    here, while a device still computes their rows."""
+
+    def __init__(self, chunks: Seq[Chunk], where: Seq[int]) -> None:
+        self._n_chunks, self._where, self._rows = len(chunks), where, np.arange(len(where))
+        self._specs = specs = [chunks[i].sample or BEST for i in where]
+        self._changed = [i for i, s in enumerate(specs) if _changes(s)]
+        self._hot = any(s.temperature > 0 for s in specs)
+        if not self._hot:
+            return
+        wanted = np.array(
+            [
+                (s.temperature, s.top_k, s.top_p if s.top_p < 1.0 else math.inf, s.min_p, s.uniform)
+                if s.temperature > 0
+                else _COLD
+                for s in specs
+            ]
         )
+        self._temperature, self._top_p, self._min_p, self._uniform = (wanted[:, i : i + 1] for i in (0, 2, 3, 4))
+        self._top_k = wanted[:, 1].astype(np.int64)
+        self._at_one = self._temperature == 1.0
+        self._filtered = (self._top_p < math.inf) | (self._min_p > 0)
+        # Those that the weight of all tokens is told of.
+        self._told = np.array([[unlimited(s) and not _changes(s)] for s in specs])
+        self._cold, self._filters, self._tells = bool(self._at_one.all()), self._filtered.any(), self._told.any()
+
+    def of(self, top: TopRows) -> list[int | None]:
+        """For each chunk the token behind it, by the `top` of the rows of those chosen for; None where that is left open."""
+        if not self._where:
+            return [None] * self._n_chunks
+        logits = top.logits
+        if self._changed:
+            logits = logits.copy()
+            for i in self._changed:
+                logits[i] = _changed(top.ids[i], top.logits[i], self._specs[i])
+        # What is no number, or nothing but forbidden, is not taken.
+        with np.errstate(invalid="ignore"):
+            tokens, good = (self._drawn if self._hot else self._best)(top, logits)
+        found: list[int | None] = tokens.tolist()
+        if not good.all():
+            found = [token if ok else None for token, ok in zip(found, good.tolist(), strict=True)]
+        if len(found) == self._n_chunks:
+            return found
+        at = dict(zip(self._where, found, strict=True))
+        return [at.get(i) for i in range(self._n_chunks)]
+
+    def _best(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
+        """The greatest of each row, and whether it is that."""
+        at = logits.argmax(axis=1)
+        best, tokens = logits[self._rows, at], top.ids[self._rows, at]
+        hit = logits == best[:, None]
+        if np.count_nonzero(hit) != len(at):
+            tokens = np.where(hit, top.ids, np.int32(0x7FFFFFFF)).min(axis=1)
+        # Of those with the least logit others may have been left out.
+        return tokens, (best > logits.min(axis=1)) & (best < np.inf)
+
+    def _drawn(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
+        """One token of each row, and whether it is that: of those with the least logit others may have been left out."""
+        (n, k), rows, top_k = logits.shape, self._rows, self._top_k
+        # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
+        ranked = np.sort(logits, axis=1)[:, ::-1]
+        totals = None
+        if self._tells:
+            # What they all weigh together says what the first of them are worth.
+            totals = np.where(self._told, 0.0 if top.totals is None else top.totals[:, None], 0.0)
+            top_k = np.where(totals[:, 0] > 0, k, top_k)
+        last = np.minimum(np.maximum(top_k, 1), k) - 1
+        width = int(last.max()) + 1
+        good = (top_k > 0) & (top_k <= k) & (ranked[:, 0] < np.inf)
+        if self._changed:
+            # Others may have come to stand among the first of those that were lowered.
+            good &= ranked[rows, last] > -np.inf
+        far = ranked[:, :width].astype(np.float64)
+        far = far - far[:, :1]
+        weights = np.exp(far)
+        tempered = weights if self._cold else np.exp(far / self._temperature)
+        if last.min() < width - 1:
+            limited = np.arange(width) <= last[:, None]
+            weights, tempered = weights * limited, tempered * limited
+        if self._filters:
+            # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the best.
+            summed = np.add.accumulate(weights, axis=1)
+            whole = summed[:, -1:] if totals is None else np.where(totals > 0, totals, summed[:, -1:])
+            kept = weights >= self._min_p
+            kept[:, 1:] &= summed[:, :-1] < self._top_p * whole
+            if totals is not None:
+                # Where they leave the last of them they may leave others too.
+                good &= ~((totals > 0) & self._filtered)[:, 0] | ~kept[rows, last]
+            tempered = tempered * kept
+        reached = np.add.accumulate(tempered, axis=1)
+        few = mass = reached[:, -1:]
         if totals is not None:
-            # Where they leave the last of them they may leave others too.
-            good &= ~((totals > 0) & filtered)[:, 0] | ~kept[rows, last]
-        tempered = tempered * kept
-    reached = np.add.accumulate(tempered, axis=1)
-    mass = reached[:, -1:]
-    if totals is not None:
-        # What the others weigh is known at temperature 1.
-        beyond = (totals > 0) & ~filtered
-        mass = np.where(beyond, np.maximum(totals, mass), mass)
-        good &= ~beyond[:, 0] | ((temperature == 1.0) & (uniform * mass < reached[:, -1:]))[:, 0]
-    goal = np.minimum(uniform * mass, np.nextafter(reached[:, -1:], 0.0))
-    rank = (reached <= goal).argmin(axis=1)
-    drawn = ranked[rows, rank, None]
-    hit = top.logits == drawn
-    tokens: Ids = top.ids[rows, hit.argmax(axis=1)]
-    if np.count_nonzero(hit) > n:
-        for i in np.flatnonzero(hit.sum(axis=1) > 1):
-            # Equals are ranked by id.
-            tokens[i] = np.sort(top.ids[i, hit[i]])[rank[i] - np.count_nonzero(ranked[i] > drawn[i])]
-    return tokens, good
+            # What the others weigh is known at temperature 1.
+            beyond = (totals > 0) & ~self._filtered
+            mass = np.where(beyond, np.maximum(totals, mass), mass)
+            good &= ~beyond[:, 0] | (self._at_one & (self._uniform * mass < few))[:, 0]
+        goal = np.minimum(self._uniform * mass, np.nextafter(few, 0.0))
+        rank = (reached <= goal).argmin(axis=1)
+        drawn = ranked[rows, rank]
+        hit = logits == drawn[:, None]
+        tokens: Ids = top.ids[rows, hit.argmax(axis=1)]
+        if np.count_nonzero(hit) != n:
+            for i in np.flatnonzero(hit.sum(axis=1) > 1):
+                # Equals are ranked by id.
+                tokens[i] = np.sort(top.ids[i, hit[i]])[rank[i] - np.count_nonzero(ranked[i] > drawn[i])]
+        return tokens, good & (drawn > ranked[:, -1])

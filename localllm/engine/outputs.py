@@ -104,27 +104,28 @@ class OutputProcessor:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
-        sampled = None if draft or not self._samples else result.sampled(index)
-        greedy = sampled is None and job.sampler.takes_argmax(len(job.tokens), len(draft))
-        best = result.argmax(index) if greedy else []
-        greedy = greedy and job.sampler.allows(best, len(job.tokens))
-        if sampled is not None:
-            job.sampler.sampled(sampled)
-            best = [sampled]
-        chosen = greedy or sampled is not None
-        told = job.request.generation.logprobs is not None
-        rows = result.logits(index) if told or not chosen else None
+        best = self._chosen(job, result, index, len(draft))
+        told, constraint = job.request.generation.logprobs is not None, job.sampler.constraint
+        # What its text may end, or its row explains, is said before the next step.
+        deferred = self._defers and constraint is None and not told and not job.text.watches
+        if best and deferred and not draft:
+            reason = self._emit(job, best[0], None, None)
+            if reason != "stop":
+                self._unsaid.append((job, best))
+            self.jobs.speculator.emitted(job, best, 0, 0)
+            if reason is not None:
+                self.say()
+                self.jobs.finish(job, reason)
+            return
+        rows = result.logits(index) if told or not best else None
         accepted = 0
         before = len(job.tokens)
-        # What its text may end, or its row explains, is said before the next step.
-        deferred = self._defers and job.sampler.constraint is None and not job.text.watches and not told
         said: list[Text] = []
         finish: FinishReason | None = None
-        constraint = job.sampler.constraint
         stuck = False
         for i in range(len(draft) + 1):
             row = None if rows is None else rows[i]
-            if chosen or row is None:
+            if best or row is None:
                 token = best[i]
             elif drawn_from is not None and i < len(draft):
                 token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
@@ -156,6 +157,16 @@ class OutputProcessor:
         elif finish is not None:
             self.say()
             self.jobs.finish(job, finish)
+
+    def _chosen(self, job: RunningRequest, result: StepResult, index: int, n_drafted: int) -> list[int]:
+        """The tokens of a job's chunk where nobody need look at its rows here, else none."""
+        if self._samples and not n_drafted and (token := result.sampled(index)) is not None:
+            job.sampler.sampled(token)
+            return [token]
+        if job.sampler.takes_argmax(len(job.tokens), n_drafted):
+            best = result.argmax(index)
+            return best if job.sampler.allows(best, len(job.tokens)) else []
+        return []
 
     def _emit(self, job: RunningRequest, token: int, row: Row | None, said: list[Text] | None) -> FinishReason | None:
         """Append one chosen token, and its text to `said` (None: later); the reason if it ends the request."""

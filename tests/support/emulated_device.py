@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.candidates import TopRows, choose_few
+from localllm_backends.candidates import FewChooser, TopRows
 from localllm_backends.contract import (
     Backend,
     BackendFailure,
@@ -230,7 +230,8 @@ class EmulatedResult(StepResult):
 
     def _of_few(self, chunk: int) -> int | None:
         if self._few is None:
-            self._device.clock.until(self._done_s)
             where = [i for i, c in enumerate(self._chunks) if c.few]
-            self._few = choose_few(self._device.top_of([self._numbers[i] for i in where]), self._chunks, where)
+            chooser = FewChooser(self._chunks, where)
+            self._device.clock.until(self._done_s)
+            self._few = chooser.of(self._device.top_of([self._numbers[i] for i in where]))
         return self._few[chunk]

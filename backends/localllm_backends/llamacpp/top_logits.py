@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.candidates import Rows, TopRows, choose_few, may_decide, unlimited
+from localllm_backends.candidates import FewChooser, Rows, TopRows, may_decide, unlimited
 from localllm_backends.llamacpp.native import ggml_function
 from localllm_backends.values import Chunk, SequenceId
 
@@ -137,13 +137,15 @@ class TopLogits:
     def read(self, chunks: Seq[Chunk], numbers: Seq[int]) -> list[int | None]:
         """The tokens behind the chunks with these numbers; waits for the device."""
         llama, context = self._llama, self._context
-        llama.llama_synchronize(context)
+        # All that needs no row, while the device computes.
+        chooser = FewChooser(chunks, numbers)
+        weighed = np.array([self._chains[chunks[i].sequence].weighs for i in numbers])
         ends, rows = np.cumsum([[len(c.tokens), min(c.outputs, len(c.tokens))] for c in chunks], axis=0)[numbers].T - 1
+        llama.llama_synchronize(context)
         if llama.llama_get_sampled_candidates_count_ith(context, int(ends[0])) != KEPT:
             # This device leaves it to the host, and so do we from here on.
             self.able = False
             return [None] * len(chunks)
-        weighed = np.array([self._chains[chunks[i].sequence].weighs for i in numbers])
 
         def read(function: Any, kind: Any, which: NDArray[np.bool_]) -> Any:
             at, mine = rows[which], ends[which]
@@ -154,7 +156,7 @@ class TopLogits:
             totals[weighed] = 1.0 / read(llama.llama_get_sampled_probs_ith, ctypes.c_float, weighed).max(axis=1)
         ids = read(llama.llama_get_sampled_candidates_ith, ctypes.c_int32, every)
         logits = read(llama.llama_get_sampled_logits_ith, ctypes.c_float, every)
-        return choose_few(TopRows(ids, logits, totals), chunks, numbers)
+        return chooser.of(TopRows(ids, logits, totals))
 
     def _rows(self, first: Any, kind: Any, start: int, stop: int) -> Any:
         """A view of rows [start, stop), `n_vocab` apart as llama.cpp keeps them, of which this is the first."""
