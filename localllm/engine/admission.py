@@ -18,7 +18,7 @@ from localllm.engine.host.memory import MemoryGuard, return_to_system
 from localllm.engine.messages import Failure, Prefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
-from localllm.engine.scheduler import WaitingRequest, admission_order
+from localllm.engine.scheduler import Want, admission_order
 from localllm_backends.contract import Backend, NoCellsError
 
 # Admission keeps this many cells for the answer; an answer that grows past them may park a younger request.
@@ -56,7 +56,7 @@ class Admission:
             ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
             sources = {job.id: self._source(job, self.jobs.running.values()) for job in ready}
             order = admission_order(
-                [WaitingRequest(j.id, len(j.tokens) - sources[j.id].length, now - j.arrived_s, had(j)) for j in ready]
+                [Want(j.id, len(j.tokens) - sources[j.id].length, 0, now - j.arrived_s, had(j)) for j in ready]
             )
             room = len(self.jobs.running) < most
             if room and order and self._try_admit(self.jobs.waiting[order[0]], sources[order[0]], now):

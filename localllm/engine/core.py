@@ -479,5 +479,4 @@ class Engine:
         """Cells: free + held == capacity; cache: its own laws; no sequence is held by nobody."""
         self.pool.kv.check_integrity()
         self.backend.check_integrity()
-        held = sum(1 for j in self.jobs.running.values() if j.sequence is not None)
-        assert held == len(self.jobs.running), "a running request without a sequence"
+        assert all(j.sequence is not None for j in self.jobs.running.values()), "a running request without a sequence"

@@ -48,12 +48,12 @@ _HEAD_START_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What one admitted request could use: `prefill` tokens still to read, or `decode` tokens (1 + draft length). `had`:
+    """What one request could use: `prefill` tokens still to read, or `decode` tokens (1 + draft length). `had`:
     what was computed for its tenant, in tokens (scheduler.py; None: there is only one)."""
 
     key: str
     prefill: int
-    decode: int
+    decode: int = 0
     waited_s: float = 0.0
     had: int | None = None
 
@@ -81,7 +81,7 @@ def plan_step(wants: Seq[Want], limits: Limits) -> list[Grant]:
     """Grants for the next step, decodes first. Every decoding request gets at least its one token if the batch has
     room for all of them; drafts are shortened evenly before anybody is left out."""
     decoding = [w for w in wants if not w.prefill and w.decode]
-    prefilling = sorted((w for w in wants if w.prefill), key=lambda w: _rank(w.prefill, w.waited_s, w.had))
+    prefilling = sorted((w for w in wants if w.prefill), key=_rank)
     # A prefill that ends in this step needs one row of logits too.
     outputs = max(len(decoding), limits.n_outputs - min(len(prefilling), 1))
     grants = [
@@ -128,26 +128,16 @@ def arrival(submitted_s: float, priority: int) -> float:
     return submitted_s - priority * _HEAD_START_S
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingRequest:
-    """A request that may be admitted: `work` is its uncached tokens. `had`: see Want."""
-
-    key: str
-    work: int
-    waited_s: float
-    had: int | None = None
+def admission_order(waiting: Seq[Want]) -> list[str]:
+    """Keys, least to read first, with age counted against that, within a tenant; the tenant that has had least first."""
+    return [w.key for w in sorted(waiting, key=_rank)]
 
 
-def admission_order(waiting: Seq[WaitingRequest]) -> list[str]:
-    """Keys, least work first, with age counted against work, within a tenant; the tenant that has had least first."""
-    return [w.key for w in sorted(waiting, key=lambda w: _rank(w.work, w.waited_s, w.had))]
-
-
-def _rank(work: int, waited_s: float, had: int | None) -> tuple[bool, int, float]:
+def _rank(want: Want) -> tuple[bool, int, float]:
     """Between tenants age does not count: a long queue would make its owner's requests old, and so the next. But what
     waits behind all others (a priority below 0, until it has waited long) does so across tenants too."""
-    mine = work - waited_s * _AGE_TOKENS_PER_S
-    return (False, 0, mine) if had is None else (waited_s < 0, had, mine)
+    mine = want.prefill - want.waited_s * _AGE_TOKENS_PER_S
+    return (False, 0, mine) if want.had is None else (want.waited_s < 0, want.had, mine)
 
 
 class ChunkSizer:
@@ -159,20 +149,19 @@ class ChunkSizer:
         # (sequences, seconds) of the last plain decode steps
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
         self._decode_s: float | None = None
-        # Of a step that decodes too, and of one that doesn't: a device has much to spare in the former.
-        self._mixed_s: float | None = None
-        self._lone_s: float | None = None
+        # What a prompt's token costs alone, and beside streams: a device has much to spare there.
+        self._token_s: list[float | None] = [None, None]
 
     @property
     def chunk(self) -> int:
         """Prefill tokens allowed in a step that also decodes."""
-        token_s = self._lone_s if self._mixed_s is None else self._mixed_s
+        token_s = self._token_s[1] or self._token_s[0]
         if self._decode_s is None or token_s is None:
             return min(self._n_batch, 2 * _MIN_CHUNK)
         others_s = (STALL_RATIO - 1.0) * self._decode_s
         if self._on_device:
             others_s = max((_DEVICE_RATIO - 1.0) * self._decode_s, self._gap_s - self._decode_s)
-        tokens = int(others_s / max(token_s, 1e-9))
+        tokens = int(others_s / token_s)
         # What begins a tile pays for the whole of it, on a device at least.
         tokens = tokens // _TILE * _TILE if self._on_device and tokens >= _TILE else tokens
         return max(_MIN_CHUNK, min(self._n_batch, tokens))
@@ -186,8 +175,8 @@ class ChunkSizer:
     def lone(self, step_s: float) -> int:
         """Prefill tokens allowed in a step that decodes nothing and may take `step_s`; on a device, which gains by large ones, longer."""
         least, step_s = (_DEVICE_CHUNK, max(step_s, ALONE_STEP_S)) if self._on_device else (_LONE_CHUNK, step_s)
-        token_s = self._mixed_s if self._lone_s is None else self._lone_s
-        tokens = 0 if token_s is None else int(step_s / max(token_s, 1e-9)) // _TILE * _TILE
+        token_s = self._token_s[0] or self._token_s[1]
+        tokens = 0 if token_s is None else int(step_s / token_s) // _TILE * _TILE
         return min(self._n_batch, max(least, tokens))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float) -> None:
@@ -198,17 +187,14 @@ class ChunkSizer:
             self._decode_s = statistics.median(alike if len(alike) >= _FEWEST_STEPS else [s for _, s in self._decodes])
         elif prefilled >= _MIN_CHUNK:
             base = self._decode_s if decoded and self._decode_s else 0.0
-            cost_s = max(seconds - base, 0.0) / prefilled
-            if decoded:
-                self._mixed_s = _learnt(self._mixed_s, cost_s)
-            else:
-                self._lone_s = _learnt(self._lone_s, cost_s)
+            kind, cost_s = int(decoded > 0), max((seconds - base) / prefilled, 1e-9)
+            self._token_s[kind] = _learnt(self._token_s[kind] or self._token_s[1 - kind], cost_s)
 
     @property
     def prefill_tok_s(self) -> float | None:
         """Measured prefill speed in tokens/s, once known."""
-        token_s = self._lone_s or self._mixed_s
-        return 1.0 / token_s if token_s else None
+        token_s = self._token_s[0] or self._token_s[1]
+        return None if token_s is None else 1.0 / token_s
 
 
 def _learnt(old: float | None, new: float) -> float:

@@ -14,7 +14,6 @@ from localllm.engine.scheduler import (
     ChunkSizer,
     Grant,
     Limits,
-    WaitingRequest,
     Want,
     admission_order,
     arrival,
@@ -87,8 +86,8 @@ def test_age_beats_length() -> None:
     within = Limits(128, 8, 128, 128)
     assert plan_step(fresh, within)[0] == Grant("short", 100, prefill=True)
     assert plan_step(aged, within) == [Grant("long", 128, prefill=True)]
-    assert admission_order([WaitingRequest("long", 2000, 1.0), WaitingRequest("short", 100, 0.0)]) == ["short", "long"]
-    assert admission_order([WaitingRequest("long", 2000, 30.0), WaitingRequest("short", 100, 0.0)]) == ["long", "short"]
+    assert admission_order([Want("long", 2000, 0, 1.0), Want("short", 100, 0, 0.0)]) == ["short", "long"]
+    assert admission_order([Want("long", 2000, 0, 30.0), Want("short", 100, 0, 0.0)]) == ["long", "short"]
 
 
 def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None:
@@ -182,9 +181,7 @@ def test_priority_goes_first_and_nobody_is_passed_for_ever(asked: list[Asked], c
             now = min(came[i][0] for i in pending)
             continue
         chance.shuffle(waiting)
-        first, *_ = admission_order(
-            [WaitingRequest(str(i), 100, now - arrival(came[i][0], came[i][1])) for i in waiting]
-        )
+        first, *_ = admission_order([Want(str(i), 100, 0, now - arrival(came[i][0], came[i][1])) for i in waiting])
         assert came[int(first)][0] - 30 * came[int(first)][1] == pytest.approx(
             min(came[i][0] - 30 * came[i][1] for i in waiting), abs=1e-6
         )
@@ -217,7 +214,9 @@ def test_what_a_prompt_costs_beside_streams_and_alone_is_learnt_apart() -> None:
         sizer.observe(decoded=4, prefilled=0, seconds=0.008)
         sizer.observe(decoded=0, prefilled=512, seconds=0.256)
     assert sizer.chunk == 24, "nothing else is known"
-    for _ in range(20):
+    sizer.observe(decoded=4, prefilled=128, seconds=0.008)
+    assert sizer.chunk <= 64, "one quick step is not believed"
+    for _ in range(60):
         sizer.observe(decoded=4, prefilled=128, seconds=0.008 + 128 * 2e-5)
     assert sizer.chunk == 576, "0.012 s at 20 microseconds a token, in whole tiles"
     assert sizer.prefill_tok_s == pytest.approx(2000)
