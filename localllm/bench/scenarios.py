@@ -52,7 +52,7 @@ class BenchFigure:
     better: Better = "more"
 
 
-_TOGETHER = "aggregate, {} streams"
+_TOGETHER, _EVEN = "aggregate, {} streams", "{} streams: 95th percentile of the gaps"
 SINGLE = BenchFigure("decode, one stream", "tok/s")
 GAP = BenchFigure("one stream: 95th percentile of the gaps", "ms", "less")
 PREFILL = BenchFigure("prefill, 3,000 new tokens", "tok/s")
@@ -140,6 +140,9 @@ class Scenarios:
         seconds = time.perf_counter() - begun
         total = sum(self._counted(t, answer) for answer in answers)
         self.put(BenchFigure(_TOGETHER.format(n), "tok/s"), t, total / seconds)
+        gaps = [gap for answer in answers for gap in answer.gaps_s]
+        if len(gaps) >= _ENOUGH_GAPS:
+            self.put(BenchFigure(_EVEN.format(n), "ms", "less"), t, statistics.quantiles(gaps, n=20)[-1] * 1000)
 
     def run_copy(self, t: BenchTarget) -> None:
         """A file repeated with one change. The same one for every server in a round: what a model copies faithfully, and so how

@@ -31,8 +31,8 @@ from localllm_backends.contract import BackendFailure
 _FORCED_RATE = 0.95
 _MOST_MODEL_TOKENS = 16
 # A stream alone gets 60 tokens at once, later, if that is faster on the whole. Where others wait for the step too, it
-# takes no longer than this many plain ones.
-_MOST_STEPS_BESIDE_OTHERS = 2.5
+# takes no longer than this many plain ones of a stream alone, or so many of theirs together: people read even words.
+_MOST_STEPS_BESIDE_OTHERS, _MOST_STEPS_TOGETHER = 2.5, 1.5
 # Whoever was just beside it often asks again within milliseconds of an answer (agents do), and would wait for a whole burst:
 # the next steps may each take so many times as long as the one before.
 _ALONE_AGAIN = 1.5
@@ -177,7 +177,8 @@ class Speculator:
         for job in decoding:
             job.draft, job.draft_from = [], None
         if hurry or len(running) > 1:
-            self._most_steps = _MOST_STEPS_BESIDE_OTHERS
+            alone = self.cost.seconds(1) / self.cost.seconds(max(1, len(decoding))) if self.cost.known else 1.0
+            self._most_steps = max(_MOST_STEPS_TOGETHER, _MOST_STEPS_BESIDE_OTHERS * alone)
         else:
             self._most_steps *= _ALONE_AGAIN
         if hurry or not decoding or not self.cost.known:

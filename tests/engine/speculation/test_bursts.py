@@ -138,3 +138,24 @@ def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: f
             backend.now += 2.0
             settle(engine)
     assert engine.snapshot()["verify_16_cost"] == pytest.approx(1.0 + 15 * really, rel=0.02)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("row", [0.05, 0.3])
+def test_streams_that_all_copy_still_read_even_words(answer: str, row: float, n: int) -> None:
+    """No step takes longer than two and a half of a stream alone, or one and a half of theirs; and they are faster for it."""
+    backend = Timed(row)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
+    settle(engine)
+    run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
+    backend.took.clear()
+    for i in range(n):
+        copying = request_for(f"r{i}", "say it", 120, GREEDY, ignore_eos=True, prediction=answer)
+        engine.submit(copying, backend.tokenize("say it", special=False))
+    while len(engine.jobs.running) == n or engine.jobs.waiting:
+        engine.step()
+    plain = 1.0 + row * (n - 1)
+    steps = [s / PLAIN_S for s in backend.took[3:]]
+    assert max(steps) <= 1.1 * max(2.5, 1.5 * plain)
+    if row < 0.1:
+        assert len(steps) < 0.8 * 120, "drafts brought something"
