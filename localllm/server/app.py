@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -93,9 +94,14 @@ class EdgeMiddleware:
 
 
 def create_app(
-    models: ModelRouter, *, settings: ServerSettings | None = None, store: ModelStore | None = None
+    models: ModelRouter,
+    *,
+    settings: ServerSettings | None = None,
+    store: ModelStore | None = None,
+    power: Callable[[], dict[str, float]] | None = None,
 ) -> FastAPI:
-    """The ASGI application that serves `models`. `store`: where clients may pull models to and remove them from."""
+    """The ASGI application that serves `models`. `store`: where clients may pull models to and remove them from; `power`: figures
+    of what the machine uses, by their names in /metrics: those that end in _total are counters."""
     settings = settings or ServerSettings()
     app = FastAPI(
         title="localllm",
@@ -131,7 +137,12 @@ def create_app(
     @app.get("/metrics", tags=["server"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Counters in Prometheus' text format."""
-        return Response(await render_metrics(server), media_type=CONTENT_TYPE)
+        page = await render_metrics(server)
+        if power is not None and caller().admin:
+            figures = await asyncio.to_thread(power)
+            for name, value in figures.items():
+                page += f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n{name} {value:.3f}\n"
+        return Response(page, media_type=CONTENT_TYPE)
 
     @app.get("/usage.csv", tags=["server"], response_class=CsvResponse)
     async def usage() -> Response:

@@ -112,6 +112,33 @@ def test_where_nothing_says_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert meter.use.watts == pytest.approx(20.0)
 
 
+def test_metrics_have_what_the_machine_says_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi.testclient import TestClient
+
+    from localllm.device.probes import power
+    from localllm.server.app import create_app
+    from localllm.server.models.router import ModelRouter
+    from support.scripted_engine import ScriptedEngine
+
+    def page_of() -> str:
+        app = create_app(ModelRouter({"tiny": ScriptedEngine()}), power=power.power_figures)
+        return TestClient(app, base_url="http://127.0.0.1").get("/metrics").text
+
+    monkeypatch.setattr(power, "counters", lambda: rapl({"intel-rapl:0": PACKAGE}))
+    monkeypatch.setattr(power, "watts_now", lambda: (14.5, "the battery"))
+    page = page_of()
+    assert "# TYPE localllm_power_watts gauge\nlocalllm_power_watts 14.500\n" in page
+    assert (
+        "# TYPE localllm_energy_package_0_0_joules_total counter\nlocalllm_energy_package_0_0_joules_total 53012.346\n"
+        in page
+    )
+    monkeypatch.setattr(power, "counters", list)
+    monkeypatch.setattr(power, "watts_now", lambda: None)
+    page = page_of()
+    assert "watts" not in page
+    assert "joules" not in page
+
+
 def test_bench_prints_power_where_it_is_known() -> None:
     figures = {
         "decode_tok_s": 20.0,

@@ -152,10 +152,11 @@ def application(
     # All of it stays: to look through it for garbage costs a tenth of the time now, and streams a pause later.
     gc.disable()
     try:
+        from localllm.device.probes.power import power_figures
         from localllm.server.app import create_app
         from localllm.server.http.run import serve_on
 
-        return create_app(router, settings=settings, store=store), serve_on
+        return create_app(router, settings=settings, store=store, power=power_figures), serve_on
     finally:
         gc.freeze()
         gc.enable()
