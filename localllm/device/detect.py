@@ -14,20 +14,28 @@ from localllm.device.probes.systems import read
 from localllm.device.types import Device, Figure, Readings
 
 
-def detect(*, measure: bool = False, remeasure: bool = False, say: Callable[[str], None] = lambda _: None) -> Device:
+def detect(
+    *,
+    measure: bool = False,
+    remeasure: bool = False,
+    settled: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Device:
     """This machine as the installed build of llama.cpp can use it: what plans are made for. As `hardware` does, but where
     that build has no use for the GPU, the Device is the processor, with a finding that says so; and of a processor `measure`
-    takes the rates of that build's matrix kernels as well (some seconds more, which `say` is told before)."""
+    takes the rates of that build's matrix kernels as well (some seconds more, which `say` is told before). `settled`: without
+    what was measured in busy moments and is to be measured again."""
     readings = read(slow=measure)
-    found = from_readings(readings, measure=measure, remeasure=remeasure)
+    found = from_readings(readings, measure=measure, remeasure=remeasure, settled=settled)
     if found.accelerator == "metal":
         return found
     build = in_use.build_here()
     processor = found
     if found.accelerator != "cpu" and build is not None and not build.failure and ggml.driven_by(found, build) == "cpu":
-        processor = from_readings(in_use.without_gpus(readings), measure=measure, remeasure=remeasure)
+        readings = in_use.without_gpus(readings)
+        processor = from_readings(readings, measure=measure, remeasure=remeasure, settled=settled)
     used = in_use.as_used(found, processor, build)
-    return with_matrix_rates(used, measure=measure, remeasure=remeasure, say=say)
+    return with_matrix_rates(used, measure=measure, remeasure=remeasure, settled=settled, say=say)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
@@ -40,10 +48,13 @@ def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
     return from_readings(read(slow=measure), measure=measure, remeasure=remeasure)
 
 
-def from_readings(readings: Readings, *, measure: bool = False, remeasure: bool = False) -> Device:
+def from_readings(
+    readings: Readings, *, measure: bool = False, remeasure: bool = False, settled: bool = False
+) -> Device:
     """`detect` on readings taken already (doctor shares them)."""
     device = identify(readings)
-    kept = bandwidth.SHELF.cached(paths.cache_dir(), _machine(device))
+    known = bandwidth.SHELF.settled if settled else bandwidth.SHELF.cached
+    kept = known(paths.cache_dir(), _machine(device))
     if not measures_ram(device):
         return device
     if remeasure or (measure and bandwidth.SHELF.due(paths.cache_dir(), _machine(device))):
@@ -75,6 +86,7 @@ def with_matrix_rates(
     *,
     measure: bool,
     remeasure: bool = False,
+    settled: bool = False,
     types: Sequence[str] = matrix_rate.TYPES,
     say: Callable[[str], None] = lambda _: None,
 ) -> Device:
@@ -90,7 +102,7 @@ def with_matrix_rates(
     taken = matrix_rate.measure(wanted) if wanted else None
     if taken is not None:
         matrix_rate.keep(folder, machine, taken)
-    return replace(device, matrix_rates=matrix_rate.cached(folder, machine))
+    return replace(device, matrix_rates=matrix_rate.cached(folder, machine, settled=settled))
 
 
 def _machine(device: Device) -> str:

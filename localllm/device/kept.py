@@ -85,10 +85,14 @@ class FigureFile:
         """The figure kept for `machine`, None if there is none or it is unreadable."""
         return self._figure(self._known(folder).get(machine))
 
-    def beginning_with(self, folder: Path, start: str) -> dict[str, Figure]:
-        """The figures of every machine whose name begins so, by the rest of the name."""
+    def settled(self, folder: Path, machine: str) -> Figure | None:
+        """The figure kept for `machine` that later ones won't better: what a recommendation counts on, which must not go by the load."""
+        return None if self.due(folder, machine) else self.cached(folder, machine)
+
+    def beginning_with(self, folder: Path, start: str, *, settled: bool = False) -> dict[str, Figure]:
+        """The figures of every machine whose name begins so, by the rest of the name; of `settled` ones, those alone."""
         found = {name.removeprefix(start): self._figure(entry) for name, entry in self._known(folder).items()
-                 if name.startswith(start)}  # fmt: skip
+                 if name.startswith(start) and not (settled and 0 < _tries(entry) < _MOST_TRIES)}  # fmt: skip
         return {rest: figure for rest, figure in found.items() if figure is not None}
 
     def due(self, folder: Path, machine: str) -> bool:

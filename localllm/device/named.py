@@ -277,7 +277,13 @@ def _described(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
         memory=replace(memory, basis="given"),
         bandwidth_gbps=Figure(bandwidth_gbps, "given", "--bandwidth"),
         simulated=True,
-        findings=(Finding("warning", f"{name!r} is not in the table: planned as a CPU with the figures given"),),
+        n_cpu_cores=_USUAL_PROCESSOR.cores,
+        cpu_vectors=_USUAL_PROCESSOR.vector,
+        findings=(
+            Finding(
+                "warning", f"{name!r} is not in the table: planned as a CPU with the figures given, and four cores"
+            ),
+        ),
     )
 
 

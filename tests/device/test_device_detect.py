@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from localllm.device import bandwidth, in_use
 from localllm.device.detect import detect, from_readings, measures_ram, with_matrix_rates
@@ -187,6 +189,19 @@ def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(own_cache: Path)
     figure = bandwidth.SHELF.cached(own_cache, "m")
     assert figure is not None
     assert figure.value == 11.0
+
+
+@given(st.lists(st.floats(1.0, 200.0), max_size=4), st.floats(1.0, 200.0))
+def test_plans_count_on_no_figure_of_a_busy_moment(
+    tmp_path_factory: pytest.TempPathFactory, busy: list[float], quiet: float
+) -> None:
+    """The answer is the same whatever else runs: until a quiet moment, or so many busy ones that none is to be had."""
+    folder = tmp_path_factory.mktemp("kept")
+    for gbps in busy:
+        bandwidth.SHELF.keep(folder, "m", _taken(gbps, others=0.6))
+        assert bandwidth.SHELF.settled(folder, "m") is None
+    bandwidth.SHELF.keep(folder, "m", _taken(max([quiet, *busy])))
+    assert bandwidth.SHELF.settled(folder, "m") is not None
 
 
 def test_asked_to_measure_anew_a_quiet_figure_replaces_a_quiet_one(own_cache: Path) -> None:

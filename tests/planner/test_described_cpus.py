@@ -58,3 +58,12 @@ def test_what_another_processor_was_timed_at_says_nothing_of_a_described_one() -
     asker = replace(resolve("EPYC 9554 192GB"), matrix_rates=(TypeRates("Q4_K", slow, slow),))
     assert overridden(asker, bandwidth_gbps=300).matrix_rates == ()
     assert resolve("EPYC 9554 192GB").matrix_rates == ()
+
+
+@pytest.mark.parametrize(
+    ("vectors", "cores", "gbps"), [("AVX2", 8, 38.4), ("AVX-512", 1, 20.0), ("AVX", 4, 19.2), ("", 2, 38.4)]
+)
+def test_a_memory_that_nobody_knows_goes_by_the_cores_and_their_vectors(vectors: str, cores: int, gbps: float) -> None:
+    device = replace(resolve("EPYC 9554 192GB"), bandwidth_gbps=None, n_cpu_cores=cores, cpu_vectors=vectors)
+    said = speed.decode(device, *file_of("phi-4", "Q4_K_M"))
+    assert said.basis == f"assumed {gbps:.0f} GB/s"

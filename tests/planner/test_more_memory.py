@@ -1,4 +1,5 @@
-"""More memory, in all or free, is never worse: what may be loaded, which models fit, and the first pick, on all devices."""
+"""More memory, in all or free, more bandwidth or another card is never worse: what may be loaded, which models fit, and the
+first pick, on all devices."""
 
 from __future__ import annotations
 
@@ -50,6 +51,18 @@ def freer(device: Device, steps: int) -> list[Device]:
     return found
 
 
+def faster(name: str, seed: str) -> list[Device]:
+    """The device with memory of from half to twice its rate, and with up to 30 % more."""
+    draw = random.Random(f"{name} {seed} faster")
+    device, rate = resolve(name), draw.uniform(0.5, 2)
+    if device.bandwidth_gbps is None:
+        return []
+    return [
+        replace(device, bandwidth_gbps=replace(device.bandwidth_gbps, value=device.bandwidth_gbps.value * times))
+        for times in (rate, rate * draw.uniform(1.02, 1.3))
+    ]
+
+
 def doubts(plan: Plan) -> tuple[bool, bool, bool, bool]:
     """What makes a pick less sure, the first of them most."""
     poor = quality.format_cost(plan.model, plan.variant) > 3.0
@@ -86,6 +99,38 @@ def test_more_memory_is_never_worse_sampled(name: str, purpose: Purpose) -> None
 @pytest.mark.parametrize(("name", "purpose"), CASES)
 def test_more_memory_is_never_worse(name: str, purpose: Purpose) -> None:
     holds(ladder(name, purpose, 2), purpose)
+
+
+@pytest.mark.parametrize(("name", "purpose"), SAMPLED[:3])
+def test_more_bandwidth_is_never_worse_sampled(name: str, purpose: Purpose) -> None:
+    holds(faster(name, purpose), purpose)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "purpose"), CASES)
+def test_more_bandwidth_is_never_worse(name: str, purpose: Purpose) -> None:
+    holds(faster(name, purpose), purpose)
+
+
+@pytest.mark.parametrize(("name", "purpose"), [("GeForce RTX 3090", "coding")])
+def test_another_card_is_never_worse_sampled(name: str, purpose: Purpose) -> None:
+    holds([resolve(name), resolve(f"2x {name}")], purpose)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "purpose"), [case for case in CASES if resolve(case[0]).kind == "discrete"])
+def test_another_card_is_never_worse(name: str, purpose: Purpose) -> None:
+    holds([resolve(name), resolve(f"2x {name}")], purpose)
+
+
+def test_a_processor_nobody_knows_is_not_given_a_smaller_model_for_a_faster_memory() -> None:
+    """A 1B at 22 GB/s, and a 0.6B at 45."""
+    sizes = []
+    for gbps in (15, 22, 45, 90):
+        device = resolve("a computer of mine 7", memory_gb=16, bandwidth_gbps=gbps)
+        sizes.append(recommend(device, CATALOG.models, Workload(), limit=1).plans[0].model.params_total)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 1e9
 
 
 def test_more_memory_of_any_device_never_makes_less_loadable() -> None:

@@ -89,6 +89,7 @@ def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
         os="Linux (WSL2)" if linux.is_wsl(readings) else "Linux",
         cpu=cpu.name,
         n_cpu_cores=cpu.cores,
+        cpu_vectors=cpu.vectors,
         findings=tuple(findings),
     )
     return _System(memory, total, available, why, cpu, told, base)

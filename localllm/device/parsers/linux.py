@@ -48,12 +48,14 @@ def meminfo(text: str) -> MemInfo | None:
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """The processor's name, cores this process may use (0 = unknown) and whether a hypervisor is under us."""
+    """The processor's name, cores this process may use (0 = unknown), whether a hypervisor is under us, and the widest vectors
+    ("" = unknown)."""
 
     name: str
     cores: int
     hypervisor: bool
     apple: bool = False
+    vectors: str = ""
 
 
 # ARM's /proc/cpuinfo has no name: implementer and part numbers (https://github.com/util-linux/util-linux,
@@ -63,6 +65,9 @@ _ARM_PARTS = {
     ("0x41", "0xd83"): "Neoverse-V3AE", ("0x41", "0xd0c"): "Neoverse-N1", ("0x41", "0xd40"): "Neoverse-V1",
     ("0x41", "0xd4f"): "Neoverse-V2", ("0x41", "0xd0b"): "Cortex-A76", ("0x51", "0x001"): "Oryon",
 }  # fmt: skip
+
+
+_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE"}
 
 
 def cpuinfo(text: str) -> CpuInfo:
@@ -94,8 +99,10 @@ def cpuinfo(text: str) -> CpuInfo:
             if part:
                 names.append(part)
     kinds = list(dict.fromkeys(names))
-    flags = re.search(r"^flags\s*:.*\bhypervisor\b", text, re.MULTILINE)
-    return CpuInfo(" + ".join(kinds[:3]), len(physical) or processors, flags is not None, apple)
+    found = re.search(r"^flags\s*:(.*)", text, re.MULTILINE)
+    flags = found[1].split() if found else []
+    vectors = next((name for flag, name in _VECTORS.items() if flag in flags), "")
+    return CpuInfo(" + ".join(kinds[:3]), len(physical) or processors, "hypervisor" in flags, apple, vectors)
 
 
 @dataclass(frozen=True, slots=True)
