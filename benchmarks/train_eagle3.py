@@ -393,7 +393,8 @@ class Adam:
 def train(head: Head, texts: list[dict[str, Any]], minutes: float, out: Path) -> None:
     """Learn from all but the held-out texts until the time is over; say how those fare, and keep the head as it is then."""
     rng, adam, began = np.random.default_rng(3), Adam(head.weights), time.monotonic()
-    held, learnt = texts[:: len(texts) // HELD_OUT], [t for i, t in enumerate(texts) if i % (len(texts) // HELD_OUT)]
+    every = max(2, len(texts) // HELD_OUT)
+    held, learnt = texts[::every], [t for i, t in enumerate(texts) if i % every]
     rounds, past = 0, 0.0
     while past < 1.0:
         order = rng.permutation(len(learnt))

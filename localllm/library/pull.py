@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import httpx
 
     from localllm_catalog.catalog import Catalog
-    from localllm_catalog.types import Model
+    from localllm_catalog.types import Companion, Model
 
 # Left free on the disk after a download: logs, the prefix cache and everybody else need some.
 _CONFIG = "config.json"
@@ -104,6 +104,36 @@ def pull(
     raise DownloadError(f"{listing.repo} holds too many files that are no models", hint="name one by its address")
 
 
+def pull_drafter(
+    companion: Companion,
+    *,
+    on_progress: Callable[[DownloadProgress], None] | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
+    patience: Patience | None = None,
+) -> Path:
+    """The file of a drafter that the catalog names for a model, fetched into the hub's cache; of a repository with several, the
+    smallest. Raises DownloadError (hub, network, disk space, content, no such file)."""
+    patience = patience or Patience.from_environment()
+    listing = hub.list_files(companion.repo, "", patience)
+    files = [f for f in listing.files if f.name.lower().endswith(".gguf") and companion.file in ("", f.name)]
+    if not files:
+        raise DownloadError(f"{companion.repo} holds no {companion.file or 'GGUF'}", hint=f"look at {companion.url}")
+    smallest = min(files, key=lambda f: f.size_bytes)
+    selection = Selection("gguf", "", (smallest,))
+    wanted = _PullTarget(companion.repo, file=smallest.name, drafts=True)
+    return _bring(listing, selection, wanted, on_progress or (lambda _: None), reserve_bytes, patience).path
+
+
+def drafters_here(names_of: tuple[str, ...]) -> list[Path]:
+    """The drafters that the catalog names for the model of these names, as far as they are in the hub's cache."""
+    model, cache = load_catalog().recognise(*names_of), app_folders.hub_cache()
+    found = []
+    for companion in model.companions if model is not None else ():
+        snapshots = hf_cache.repo_folder(cache, companion.repo) / "snapshots"
+        found += sorted(snapshots.glob(f"*/{companion.file or '*.gguf'}"))
+    return found
+
+
 def _picked(
     listing: Listing, wanted: _PullTarget, catalog: Catalog | None, choose: Choose | None, mmproj: bool
 ) -> Selection:
@@ -148,7 +178,8 @@ def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _PullTarget:
-    """A reference, as far as it is known before the hub is asked. `file` is tried first, then `quant`."""
+    """A reference, as far as it is known before the hub is asked. `file` is tried first, then `quant`. `drafts`: it is for a
+    drafter, no model."""
 
     repo: str
     quant: str = ""
@@ -156,6 +187,7 @@ class _PullTarget:
     revision: str = ""
     projector: str = ""
     name: str = ""
+    drafts: bool = False
 
 
 def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
@@ -252,7 +284,8 @@ def _bring(
         with transfer.new_client(hub.headers(anonymous=listing.anonymous), patience, address) as client:
             for file in files:
                 if file in missing:
-                    check = _check_kind if file in selection.files and is_gguf(file.name) else None
+                    model = file in selection.files and is_gguf(file.name) and not wanted.drafts
+                    check = _check_kind if model else None
                     _bring_file(client, folder, listing, file, meter, patience, check)
                 meter.finished(file.size_bytes)
                 if file.name == _CONFIG and selection.format == "mlx":

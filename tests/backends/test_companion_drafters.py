@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import gguf
 import llama_cpp
 import numpy as np
 import pytest
@@ -23,10 +24,38 @@ from models import tiny_drafters, tiny_gguf
 MOST = 4
 
 
+class DSparkHeads:
+    """The Markov head and the confidences of a drafter's file, on what the same drafter without them makes of a block."""
+
+    def __init__(self, path: Path) -> None:
+        self._weights = {
+            t.name: np.array(t.data, dtype=np.float64) for t in gguf.GGUFReader(path).tensors if "weight" in t.name
+        }
+
+    def walk(self, newest: int, logits: np.ndarray) -> list[int]:
+        """Each place's guess is the next one's condition; one that is not sure ends the draft."""
+        before, after = (self._weights[f"markov_w{i}.weight"] for i in (1, 2))
+        sure = self._weights.get("conf_proj.weight")
+        hidden = np.linalg.lstsq(self._weights["output.weight"], logits.T, rcond=None)[0].T
+        tokens = [newest]
+        for place, row in zip(hidden, logits, strict=True):
+            seen = before[tokens[-1]]
+            scores = row + after @ seen
+            best = np.sort(scores)[-10:]
+            certainty = 1 / np.exp(best - best[-1]).sum()
+            if sure is not None:
+                certainty = float(1 / (1 + np.exp(-sure.reshape(-1) @ np.concatenate([place, seen]))))
+            if certainty < 0.4:
+                break
+            tokens.append(int(scores.argmax()))
+        return tokens[1:]
+
+
 class Reference:
     """A model and its drafter, run from scratch for every history."""
 
-    def __init__(self, model: Path, drafter: Path, block: int) -> None:
+    def __init__(self, model: Path, drafter: Path, block: int, spark: DSparkHeads | None = None) -> None:
+        self._spark = spark
         spec = LoadSpec(str(model))
         self._model, self._drafter = load_model(model, spec, None)[0], load_model(drafter, spec, None, drafter=True)[0]
         found = heads.staging_functions(llama_cpp)
@@ -106,6 +135,12 @@ class Reference:
         return tokens
 
     def _dflash(self, context: int, history: list[int], rows: np.ndarray, most: int) -> list[int]:
+        logits = self._block_logits(context, history, rows)
+        if self._spark is None:
+            return [int(row.argmax()) for row in logits][1:][:most]
+        return self._spark.walk(history[-1], logits)[:most]
+
+    def _block_logits(self, context: int, history: list[int], rows: np.ndarray) -> np.ndarray:
         llama_cpp.llama_set_causal_attn(context, False)
         self._run(context, [(None, i, row) for i, row in enumerate(rows)])
         masks = [tiny_gguf.VOCAB - 1] * (self._block - 1)
@@ -114,7 +149,7 @@ class Reference:
         logits = [
             np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), shape=vocab) for i in range(self._block)
         ]
-        return [int(row.argmax()) for row in logits][1:][:most]
+        return np.stack(logits).astype(np.float64)
 
     def close(self) -> None:
         llama_cpp.llama_model_free(self._drafter)
@@ -261,6 +296,26 @@ def test_after_any_history_they_guess_as_from_scratch(model: Path, pair: tuple[P
     backend.close()
     assert right >= asked - 2, "near-ties"
     assert lengths > asked
+
+
+@pytest.mark.parametrize("confidence", [False, True])
+def test_dsparks_heads_guess_what_numpy_computes(model: Path, tmp_path: Path, *, confidence: bool) -> None:
+    """Of the same random weights, without and with the heads: the writer draws theirs last."""
+    base = tiny_drafters.write_dflash(tmp_path / "base.gguf", block=8)
+    path = tiny_drafters.write_dflash(tmp_path / "d.gguf", block=8, markov=True, confidence=confidence)
+    reference, backend, rng = Reference(model, base, 8, DSparkHeads(path)), load(model, path), random.Random(8)
+    right, lengths = 0, set()
+    for _ in range(12):
+        line, newest, sequence = words(rng, rng.randrange(3, 90)), rng.randrange(3, 500), backend.new_sequence()
+        backend.step([Chunk(sequence, line, 0)])
+        (guessed,) = backend.draft([(sequence, newest, 8)])
+        right += guessed == reference.draft([*line, newest], 8)
+        lengths.add(len(guessed))
+        backend.drop(sequence)
+    backend.close()
+    reference.close()
+    assert right >= 11, "a near-tie"
+    assert (len(lengths) > 1) is confidence, "they end where they are not sure"
 
 
 def test_several_in_lockstep_guess_as_each_alone(model: Path, tmp_path: Path) -> None:

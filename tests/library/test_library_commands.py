@@ -22,6 +22,7 @@ from localllm.library.names import check_readable
 from localllm.library.pull import pull as fetch
 from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadMeter, DownloadProgress
+from localllm_catalog.types import Companion
 from support.until import until
 
 pytestmark = pytest.mark.usefixtures("nothing_packaged")
@@ -270,6 +271,13 @@ def test_pulling_a_model_names_the_drafters_that_are_published_for_it() -> None:
     assert (found.kind, found.file) == ("mtp", "mtp-Qwen3.8-27B-Q4_0.gguf")
     assert found.url == "https://huggingface.co/ggml-org/Qwen3.8-27B-GGUF/blob/main/mtp-Qwen3.8-27B-Q4_0.gguf"
     assert pull.companions_of("org/name") == ()
+    said = pull.offered("qwen3.8-27b", found, None)
+    assert said.startswith(
+        "a drafter for it (mtp, ggml-org/Qwen3.8-27B-GGUF, mtp-Qwen3.8-27B-Q4_0.gguf): its own heads in a file apart"
+    )
+    trained = Companion("dflash", "org/heads", "d.gguf")
+    assert "`localllm pull qwen3.8-27b --drafter`" in pull.offered("qwen3.8-27b", trained, None)
+    assert "`--draft /kept/d.gguf`" in pull.offered("qwen3.8-27b", trained, Path("/kept/d.gguf"))
 
 
 @pytest.mark.parametrize("ref", ["prism-ml/Ternary-Bonsai-2-27B-gguf:Q2_0", "Bonsai2-4B.gguf", "bonsai_2_27b"])

@@ -16,10 +16,12 @@ import pytest
 from library.hub import Hub, Schedule, git_sha1, sha256
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library import store
+from localllm.library.catalog import load_catalog
 from localllm.library.hub import Patience
-from localllm.library.pull import pull
+from localllm.library.pull import drafters_here, pull, pull_drafter
 from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadProgress
+from localllm_catalog.types import Companion
 
 REPO = "tiny-org/Tiny-1B-GGUF"
 
@@ -351,3 +353,26 @@ def test_progress_counts_up_to_the_total_and_says_what_it_does(hub: Hub, patienc
     moving = [p for p in heard if p.state == "downloading" and p.eta_s is not None]
     assert moving
     assert all(p.speed_bytes_s > 0 for p in moving)
+
+
+def test_a_drafter_of_the_catalog_is_brought_once_and_found_for_its_model(hub: Hub, patience: Patience) -> None:
+    model = next(m for m in load_catalog().models if any(c.kind == "dflash" and c.file for c in m.companions))
+    companion = next(c for c in model.companions if c.kind == "dflash")
+    repo = hub.add(companion.repo, {companion.file: content(3), "other.gguf": content(4, 90)})
+    assert drafters_here((model.id,)) == []
+    path = pull_drafter(companion, patience=patience)
+    assert path.read_bytes() == repo.files[companion.file]
+    assert drafters_here((model.id,)) == [path]
+    assert drafters_here(("org/another",)) == []
+    hub.seen.clear()
+    assert pull_drafter(companion, patience=patience) == path
+    assert not hub.contents()
+
+
+def test_of_a_repository_of_drafters_the_smallest_is_brought(hub: Hub, patience: Patience) -> None:
+    several = Companion("eagle3", "tiny-org/Tiny-EAGLE3-GGUF")
+    hub.add(several.repo, {"a-f16.gguf": content(1, 900), "a-q8.gguf": content(2, 500), "README.md": b"-"})
+    assert pull_drafter(several, patience=patience).name == "a-q8.gguf"
+    with pytest.raises(DownloadError, match=r"holds no gone\.gguf") as e:
+        pull_drafter(Companion("eagle3", several.repo, "gone.gguf"), patience=patience)
+    assert several.repo in e.value.hint

@@ -12,6 +12,8 @@ from localllm.cli.commands.shared import Json
 from localllm.plain_output import obeyed, plain
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
     from localllm_catalog.types import Companion
@@ -26,6 +28,7 @@ _LONG_BYTES = 10**9
 def pull(
     ref: Annotated[str, typer.Argument(metavar="REF", help="Catalog id, org/name[:QUANT], or an hf.co URL.")],
     mmproj: Annotated[bool, typer.Option(help="Bring the image projector too, where there is one.")] = True,
+    drafter: Annotated[bool, typer.Option("--drafter", help="Bring the drafter published for it too.")] = False,
     offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     as_json: Json = False,
@@ -37,6 +40,7 @@ def pull(
     from localllm.cli.commands.shared import gb, print_json
     from localllm.cli.compose.plan_inputs import variant_choice
     from localllm.library.pull import pull as fetch
+    from localllm.library.pull import pull_drafter
     from localllm.settings import Settings
 
     no_network = bool(Settings({"offline": offline}).value("offline"))
@@ -44,6 +48,10 @@ def pull(
     try:
         watch = timing_meanwhile(meter)
         found: LocalModel = fetch(ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network)
+        trained = (
+            [c for c in companions_of(ref) if c.kind in ("eagle3", "dflash")] if drafter and not no_network else []
+        )
+        brought = {c: pull_drafter(c, on_progress=meter) for c in trained[:1]}
     except KeyboardInterrupt:
         if meter is not None:
             meter.close()
@@ -59,7 +67,9 @@ def pull(
         quant = f" {found.quant}" if found.quant else ""
         print(f"{found.name}{quant}, {gb(found.size_bytes)}: `localllm chat -m {_typed(ref, found)}`", file=sys.stderr)
         for companion in companions_of(ref):
-            print(f"a drafter for it ({companion.kind}): {companion.url}", file=sys.stderr)
+            print(offered(ref, companion, brought.get(companion)), file=sys.stderr)
+        if drafter and not brought:
+            print("no drafter of its own was fetched: none is known that llama.cpp loads beside it", file=sys.stderr)
     print(found.path)
 
 
@@ -69,6 +79,22 @@ def companions_of(ref: str) -> tuple[Companion, ...]:
 
     model = load_catalog().get(ref.partition(":")[0])
     return model.companions if model is not None else ()
+
+
+def offered(ref: str, companion: Companion, here: Path | None) -> str:
+    """What drafts for a model, and how to have it: where it is if it was brought."""
+    what = f"a drafter for it ({companion.kind}, {companion.repo}{', ' + companion.file if companion.file else ''})"
+    if here is not None:
+        return f"{what} is here too: `--draft auto` takes it where it pays, `--draft {here}` always"
+    if companion.kind in ("eagle3", "dflash"):
+        return f"{what}: `localllm pull {ref} --drafter` fetches it"
+    if companion.kind == "mtp" and companion.file:
+        return (
+            f"{what}: its own heads in a file apart, which is not loaded here; files of the model that carry them are"
+        )
+    if companion.kind == "mtp":
+        return f"{what}: this model with its own heads, `localllm pull {companion.repo}`"
+    return f"{what}: `--draft {companion.repo}` once it is pulled"
 
 
 def timing_meanwhile(meter: Callable[[DownloadProgress], None] | None) -> Callable[[DownloadProgress], None]:

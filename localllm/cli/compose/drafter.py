@@ -92,9 +92,10 @@ def _other_width(companion: CompanionDrafter, header: GgufHeader, name: str) -> 
 
 
 def _at_hand(local: LocalModel) -> ChosenDrafter:
-    """The smallest trained drafter beside `local` that fits it, else its own heads, where they take nothing else away: memory
-    of windows and states is kept in pieces only without."""
+    """The smallest trained drafter beside `local`, or fetched for it, that fits, else its own heads, where they take nothing
+    else away: memory of windows and states is kept in pieces only without."""
     from localllm.library.catalog import readable_header
+    from localllm.library.pull import drafters_here
 
     header = readable_header(local.path) if local.format == "gguf" else None
     if header is None or any(
@@ -103,6 +104,7 @@ def _at_hand(local: LocalModel) -> ChosenDrafter:
     ):
         return ChosenDrafter()
     files = [path for kind, path in local.companions if kind == "drafter"]
+    files += drafters_here((local.repo, local.name)) if not files else []
     found = [companion for path in files if (companion := companion_at(path)) is not None]
     fitting = [companion for companion in found if _other_width(companion, header, local.name) is None]
     if fitting:
