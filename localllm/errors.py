@@ -24,6 +24,7 @@
     │   ├── DeviceNotFoundError       no device of that name in the table (device)       404
     │   ├── RouteNotFoundError        no such path (server)                              404
     │   ├── PreviousResponseError     a stored response that is not here (server)        404
+    │   ├── StreamGoneError           a stream that can't be joined any more (server)    404
     │   └── ConversationNotFoundError a kept conversation that is not here (server)      404
     ├── ModelFileError                a file is missing, truncated, not a model          422  exit 4
     ├── DoesNotFitError               the plan needs more memory than the machine has    507  exit 5

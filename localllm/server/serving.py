@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from localllm.server.generation.job import GenerationJob, PrefillProgress, Reply
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import IGNORED, ignored_header, request_id
+from localllm.server.http.kept_streams import KeptStreams
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ModelRouter, ServedModel
@@ -52,7 +53,7 @@ class Dialect:
 class TranslatedRequest:
     """A request after its dialect has translated it: the `task`, and how the answer is written, `whole` or streamed by
     a `writer`. `ignored` names fields without effect; `frame_error` and `keepalive` override the dialect's. `keep_s`:
-    how long the model stays loaded afterwards, where the client says so."""
+    how long the model stays loaded afterwards, where the client says so. `stream_id`: a kept stream is found by it too."""
 
     task: ChatRequest | JobFactory
     whole: Callable[[ReplyCollector, GenerationJob], Any]
@@ -61,6 +62,7 @@ class TranslatedRequest:
     frame_error: Callable[[LocalLLMError], bytes] | None = None
     keepalive: Callable[[PrefillProgress], bytes] | None = None
     keep_s: float | None = None
+    stream_id: str = ""
 
 
 class Server:
@@ -77,14 +79,19 @@ class Server:
         self.pdfs = PdfReader()
         self.keep_alive = KeepAlive()
         self.awake = Awake.here(wanted=settings.keeps_awake)
+        self.kept = KeptStreams(settings.kept_stream_s)
         self.requests = 0
         self.active = 0
 
-    async def stream(self, model: ServedModel, translated: TranslatedRequest, dialect: Dialect) -> StreamResponse:
-        """A streaming response; loading, templating and queueing happen inside it, after the headers."""
+    async def stream(
+        self, model: ServedModel, translated: TranslatedRequest, dialect: Dialect, kept: tuple[str, bytes] | None = None
+    ) -> Response:
+        """A streaming response; loading, templating and queueing happen inside it, after the headers. `kept`: the key under
+        which it outlives its client, and what tells its request from others under that key."""
         progress = PrefillProgress()
         headers = {**request_id(), **ignored_header(translated.ignored)}
-        keepalive = translated.keepalive or dialect.keepalive
+        # A kept stream's events are numbered as they are written: besides there are comments only.
+        keepalive = translated.keepalive if translated.keepalive and kept is None else dialect.keepalive
 
         def progress_frame() -> bytes:
             progress.loaded = model.worker.progress
@@ -97,15 +104,24 @@ class Server:
 
             await self._generate(model, translated, progress, begin)
 
-        return StreamResponse(
-            produce,
-            settings=self.settings,
-            media_type=dialect.media_type,
-            keepalive=progress_frame,
-            frame_error=translated.frame_error or dialect.frame_error,
-            error_body=dialect.error_body,
-            headers=lambda: headers,
-        )
+        def response(produce: Callable[[Outbox], Coroutine[Any, Any, None]]) -> StreamResponse:
+            return StreamResponse(
+                produce,
+                settings=self.settings,
+                media_type=dialect.media_type,
+                keepalive=progress_frame,
+                frame_error=translated.frame_error or dialect.frame_error,
+                error_body=dialect.error_body,
+                headers=lambda: headers,
+            )
+
+        if kept is None:
+            return response(produce)
+        key, asked = kept
+        stream = self.kept.make((key, translated.stream_id), asked)
+        stream.answer = lambda after: response(lambda outbox: stream.follow(outbox, after))
+        stream.begin(produce)
+        return stream.answer(-1)
 
     async def whole(self, request: Request, model: ServedModel, translated: TranslatedRequest) -> Response:
         """The reply in one piece: the stream, collected. Cancelled when the client disconnects."""

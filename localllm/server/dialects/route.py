@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias
@@ -9,7 +11,7 @@ from typing import Any, Generic, TypeAlias
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, RequestError
 from localllm.server.dialects.fields import HINTS, Fields, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.http.accounts import admins_only, caller
@@ -91,7 +93,13 @@ def refusing(dialect: Dialect, endpoint: Endpoint) -> Endpoint:
 
 def _answering(server: Server, route: Route[Any]) -> Endpoint:
     async def answer(request: Request) -> Response:
-        fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
+        body = await read_json(request, server.settings)
+        key = _kept(request, body) if route.dialect.media_type.startswith("text/event-stream") else None
+        if key is not None and (stream := server.kept.find(key[0])) is not None:
+            if stream.asked != key[1]:
+                raise RequestError("this Idempotency-Key belongs to another request", param="Idempotency-Key")
+            return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
+        fields, unknown = read(route.fields, body, route.hints)
         model = await server.models.find(fields.model)
         translated = route.translate(fields, model)
         if isinstance(translated, PreloadRequest) and translated.keep_s == 0:
@@ -105,10 +113,29 @@ def _answering(server: Server, route: Route[Any]) -> Endpoint:
         kept = ("keep_alive",) if translated.keep_s is not None and not caller().admin else ()
         translated = replace(translated, ignored=(*unknown, *kept, *translated.ignored))
         if route.dialect.streams if fields.stream is None else fields.stream:
-            return await server.stream(model, translated, route.dialect)
+            return await server.stream(model, translated, route.dialect, key)
         return await server.whole(request, model, translated)
 
     return answer
+
+
+def _kept(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
+    """The key under which a client wants its stream kept, and a digest of its request. Raises RequestError."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 0 < len(key) <= 255:
+        raise RequestError("an Idempotency-Key has 1 to 255 characters", param="Idempotency-Key")
+    return key, hashlib.sha256(json.dumps([request.url.path, body], sort_keys=True).encode()).digest()
+
+
+def event_number(sent: str | None, where: str) -> int:
+    """The number of the last event that a client has; -1 of none. Raises RequestError."""
+    if sent is None or sent == "":
+        return -1
+    if not (sent.isascii() and sent.isdigit() and len(sent) < 10):
+        raise RequestError(f"{where} is the number of an event", param=where)
+    return int(sent)
 
 
 def post(router: APIRouter, path: str, endpoint: Endpoint, about: str, described: dict[str, Any] | None = None) -> None:

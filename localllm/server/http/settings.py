@@ -123,8 +123,9 @@ class ServerSettings:
     loopback names. Images are fetched only from `image_hosts` (name, port).
 
     `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status. `keepalive_s`: the longest
-    silence on a stream. `header_timeout_s`: the longest a client may take to send headers; `body_timeout_s` and a second for
-    each `min_body_bytes_s` that have come: a body; `body_work_s`: what unpacking and parsing it may take.
+    silence on a stream. `kept_stream_s`: a stream begun with an Idempotency-Key waits so long for its client.
+    `header_timeout_s`: the longest a client may take to send headers; `body_timeout_s` and a second for each
+    `min_body_bytes_s` that have come: a body; `body_work_s`: what unpacking and parsing it may take.
     `idle_timeout_s`: a connection rests so long between requests, and `idle_unknown_timeout_s` before the gate let a request
     of it in. `max_connections` of requests that were let in, all of them busy: further ones are answered 503;
     `max_unknown_connections`: of others, from this machine and from outside each.
@@ -145,6 +146,7 @@ class ServerSettings:
     max_json_depth: int = 96
     grace_s: float = 0.8
     keepalive_s: float = 10.0
+    kept_stream_s: float = 120.0
     body_timeout_s: float = 10.0
     min_body_bytes_s: int = 64_000
     body_work_s: float = 10.0

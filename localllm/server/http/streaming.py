@@ -93,7 +93,7 @@ class StreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outbox = Outbox()
-        producer = asyncio.create_task(self._run(outbox))
+        producer = asyncio.create_task(run_into(self._produce, outbox))
         watcher = asyncio.create_task(_cancel_when_gone(receive, producer))
         ticker: _Ticker | None = None
         try:
@@ -128,18 +128,20 @@ class StreamResponse(Response):
                 ticker.stop()
             await _end(producer, watcher)
 
-    async def _run(self, outbox: Outbox) -> None:
-        try:
-            await self._produce(outbox)
-        except asyncio.CancelledError:
-            outbox.close()
-            raise
-        except Exception as e:
-            if not isinstance(e, LocalLLMError):
-                log_failure(e)
-            outbox.close(internal(e))
-        else:
-            outbox.close()
+
+async def run_into(produce: Callable[[Outbox], Coroutine[Any, Any, None]], outbox: Outbox) -> None:
+    """Run `produce`, and close the outbox as it ends."""
+    try:
+        await produce(outbox)
+    except asyncio.CancelledError:
+        outbox.close()
+        raise
+    except Exception as e:
+        if not isinstance(e, LocalLLMError):
+            log_failure(e)
+        outbox.close(internal(e))
+    else:
+        outbox.close()
 
 
 class _Ticker:

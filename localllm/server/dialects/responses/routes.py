@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS, read
@@ -26,13 +26,14 @@ from localllm.server.dialects.responses.store import (
     page,
 )
 from localllm.server.dialects.responses.toolbox import Toolbox
-from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
+from localllm.server.dialects.route import COUNT, Route, event_number, mount, mount_prompt
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import GenerationJob, PrefillProgress
 from localllm.server.http.accounts import PerCaller
 from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
+from localllm.server.http.kept_streams import StreamGoneError
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server, TranslatedRequest
@@ -60,9 +61,14 @@ def routes(server: Server) -> APIRouter:
 
     mount_prompt(router, server, "/v1/responses/input_tokens", create, COUNT, input_tokens)
 
-    @router.get("/v1/responses/{response_id}")
-    async def get(response_id: str) -> dict[str, Any]:
-        """A stored response."""
+    @router.get("/v1/responses/{response_id}", response_model=None)
+    async def get(response_id: str, request: Request) -> dict[str, Any] | Response:
+        """A stored response; with `stream=true` the events of one that is kept, behind the number `starting_after`."""
+        if request.query_params.get("stream") in ("true", "True", "1"):
+            stream = server.kept.find(response_id)
+            if stream is None:
+                raise StreamGoneError(f"no stream of {response_id[:80]!r} is kept here", param="response_id")
+            return stream.answer(event_number(request.query_params.get("starting_after"), "starting_after"))
         return states.mine().responses.body(response_id)
 
     @router.delete("/v1/responses/{response_id}")
@@ -186,4 +192,5 @@ def translate(fields: ResponsesFields, model: ServedModel, state: ResponseState,
         tuple(dict.fromkeys(skipped)),
         frame_error=response.frame_error,
         keepalive=response.keepalive,
+        stream_id=response.body["id"],
     )
