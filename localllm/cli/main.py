@@ -34,6 +34,7 @@ _COMMANDS = {
     "doctor": ("doctor:doctor", "Check this machine and this installation."),
     "setup": ("setup:setup", "Build the engine for this machine's accelerator."),
     "connect": ("connect:connect", "Connect an editor or agent to the running server."),
+    "run": ("run:run", "Start an agent on a model of this machine."),
     "service": ("service:app", None),
     "worker": ("worker:worker", "Lend this machine to a `localllm serve --with`."),
     "config": ("config:app", None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import shutil
 import sys
@@ -33,14 +32,10 @@ def connect(
     check: Annotated[bool, typer.Option("--check", help="Make that editor's calls to the running server.")] = False,
 ) -> None:
     """Print (or write) the configuration that connects EDITOR to the running server."""
-    from localllm.cli.editors.recipes import RECIPES
+    from localllm.cli.editors.recipes import recipe_named
     from localllm.settings import Settings
 
-    recipe_of = RECIPES.get(editor.lower())
-    if recipe_of is None:
-        near = difflib.get_close_matches(editor.lower(), RECIPES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else None
-        raise NotFoundError(f"no recipe for {editor!r}; known: {', '.join(RECIPES)}", hint=hint)
+    recipe_of = recipe_named(editor)
     settings = Settings({"api_key": api_key})
     base = (url or f"http://127.0.0.1:{settings.value('port')}").rstrip("/").removesuffix("/v1")
     target = target_of(base, model, settings.value("api_key") or _own_key(base))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import sys
@@ -12,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from localllm.errors import NotFoundError
 
 Probe = Literal["models", "chat", "tools", "responses", "anthropic", "ollama", "fim"]
 
@@ -57,6 +60,16 @@ class ConfigFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """How a program is started for one process alone: its `command`, variables besides those of its recipe, and those of the
+    user's that it must not see."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ClientRecipe:
     """How to connect one program. `checked`: the version that a whole tool loop was run with, on this very
     configuration ("" = the recipe is from its documentation alone)."""
@@ -67,6 +80,7 @@ class ClientRecipe:
     probes: tuple[Probe, ...] = ("models", "chat")
     environment: Mapping[str, str] = field(default_factory=dict)
     checked: str = ""
+    run: ProcessSettings | None = None
 
 
 def values(target: ClientTarget) -> dict[str, Any]:
@@ -77,6 +91,7 @@ def values(target: ClientTarget) -> dict[str, Any]:
         "url": target.url,
         "model": target.model,
         "local_model": f"local/{target.model}",
+        "provider_model": f"localllm/{target.model}",
         "key": target.key,
         "api_key": target.api_key,
         "n_ctx": target.n_ctx,
@@ -132,15 +147,38 @@ def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> Con
 
 def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> ClientRecipe:
     known = values(target)
-    variables = {k: _filled(v, known) for k, v in entry.get("environment", {}).items()}
+    files = (_file(entry["file"], known, home),) if "file" in entry else ()
+    known |= {"file": str(files[0].path), "folder": str(files[0].path.parent)} if files else {}
     return ClientRecipe(
         entry["name"],
-        (_file(entry["file"], known, home),) if "file" in entry else (),
+        files,
         _those_filled(entry.get("steps", ()), known),
         tuple(entry.get("probes", ("models", "chat"))),
-        {k: v for k, v in variables.items() if v is not None},
+        _variables(entry, known),
         entry.get("checked", ""),
+        _process(entry["run"], known) if "run" in entry else None,
     )
+
+
+def _variables(entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, str]:
+    filled = {k: _filled(v, known) for k, v in entry.get("environment", {}).items()}
+    return {k: v for k, v in filled.items() if v is not None}
+
+
+def _process(entry: Mapping[str, Any], known: Mapping[str, Any]) -> ProcessSettings:
+    return ProcessSettings(
+        _those_filled(entry["command"], known), _variables(entry, known), tuple(entry.get("without", ()))
+    )
+
+
+def recipe_named(name: str) -> Callable[[ClientTarget, Path], ClientRecipe]:
+    """The recipe of that name. Raises NotFoundError, with the nearest one."""
+    found = RECIPES.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else None
+        raise NotFoundError(f"no recipe for {name!r}; known: {', '.join(RECIPES)}", hint=hint)
+    return found
 
 
 RECIPES: Mapping[str, Callable[[ClientTarget, Path], ClientRecipe]] = {

@@ -1,0 +1,174 @@
+"""`localllm run AGENT`: a coding agent on the running server, or one started for it, with settings for that process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localllm.cli.commands.shared import installed_names
+
+if TYPE_CHECKING:
+    from localllm.cli.editors.recipes import ClientRecipe
+
+# Of the home folder: what nobody's agent needs to read.
+_SECRETS = (".ssh", ".gnupg", ".aws", ".azure", ".kube", ".docker", ".config/gcloud", ".password-store", ".netrc")
+
+
+def run(
+    agent: Annotated[str, typer.Argument(metavar="AGENT", help="codex, claude, opencode, aider, qwen, pi, goose, …")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENT]...", help="Handed to the agent.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", autocompletion=installed_names, help="Model (default: the best at hand)."),
+    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")] = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Use the server at this address.")] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")] = None,
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="Let it write in this folder alone (bubblewrap, or macOS' sandbox-exec).")
+    ] = False,
+) -> None:
+    """Start AGENT on a model of this machine, and end what was started with it.
+
+    A `localllm serve` that runs here and has the model answers; else the model is loaded for as long as the agent runs.
+    Nothing of the agent's own configuration is changed: its settings are variables, arguments and files of a folder that
+    is removed afterwards.
+    """
+    import shutil
+    import tempfile
+
+    from localllm.cli.chat import engines
+    from localllm.cli.commands.connect import target_of
+    from localllm.cli.editors.recipes import ClientTarget, recipe_named
+    from localllm.errors import NotFoundError, UsageError
+
+    # Everything that can be wrong is said before a model is loaded.
+    recipe_of = recipe_named(agent)
+    settings = recipe_of(ClientTarget("http://127.0.0.1", "model", 4096), Path.home()).run
+    if settings is None:
+        raise UsageError(f"{agent} can't be started with settings of its own", hint=f"see `localllm connect {agent}`")
+    program = shutil.which(settings.command[0])
+    if program is None:
+        raise NotFoundError(f"{settings.command[0]} is not installed here", hint=f"install it, then run {agent} again")
+    folder = Path.cwd()
+    if sandbox:
+        _check_sandbox(folder)
+    with ExitStack() as stack:
+        wanted = engines.checked(engines.Wanted(model, context, {}, url, api_key))
+        engine = engines.engine_for(stack, wanted, None, at_once=False)
+        if engine.unix_socket:
+            raise UsageError("the running server listens on a Unix socket, which agents can't use", hint="add --url")
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="localllm-run-"))).resolve()
+        target = target_of(engine.base_url.removesuffix("/v1"), engine.model, engine.api_key)
+        recipe = recipe_of(target, home)
+        assert recipe.run is not None
+        command = [program, *recipe.run.command[1:], *(arguments or ())]
+        changed = {**recipe.environment, **recipe.run.environment}
+        if sandbox:
+            command = sandboxed(command, folder, home)
+            changed |= {"HOME": str(home), "TMPDIR": str(home)}
+        recipe = _written(recipe, home)
+        _say(recipe, target.model, engine.base_url, changed, folder if sandbox else None)
+        code = _started(command, changed, recipe.run.without)
+    raise typer.Exit(code)
+
+
+def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
+    """The recipe with those of its files that the program is told of, which are written."""
+    from dataclasses import replace
+
+    from localllm import paths
+
+    assert recipe.run is not None
+    told = [*recipe.run.command, *recipe.run.environment.values()]
+    files = tuple(f for f in recipe.files if {str(f.path), str(f.path.parent)} & set(told))
+    for file in files:
+        assert file.path.is_relative_to(home)
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        paths.write_private(file.path, file.shown())
+    return replace(recipe, files=files)
+
+
+def _say(recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str], writes: Path | None) -> None:
+    import sys
+
+    assert recipe.run is not None
+    said = [f"{recipe.name} on {model} at {base_url}, for this process alone"]
+    said += [f"  variables: {', '.join(changed)}"] if changed else []
+    said += [f"  without: {', '.join(recipe.run.without)}"] if recipe.run.without else []
+    said += [f"  arguments: {' '.join(recipe.run.command[1:])}"] if recipe.run.command[1:] else []
+    said += [f"  file: {file.path} (removed afterwards)" for file in recipe.files]
+    if writes is not None:
+        said.append(f"  sandbox: writes in {writes} alone; a home of its own; the network is open")
+    print("\n".join(said), file=sys.stderr, flush=True)
+
+
+def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequence[str]) -> int:
+    """Run it to its end; its exit code. Ctrl-C is the agent's."""
+    import os
+    import subprocess
+
+    from localllm.errors import LocalLLMError
+
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    with _leaving_interrupts():
+        try:
+            code = subprocess.run(command, env={**kept, **changed}, check=False).returncode
+        except OSError as e:
+            raise LocalLLMError(f"{command[0]} can't be started: {e.strerror}", hint="is it installed whole?") from e
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _leaving_interrupts() -> Iterator[None]:
+    import signal
+
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # a handler, not SIG_IGN, which the agent would inherit
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_sandbox(folder: Path) -> None:
+    """Raises UsageError where there is none, or where it would let everything be written."""
+    import shutil
+
+    from localllm.errors import UsageError
+
+    if not (shutil.which("bwrap") or shutil.which("sandbox-exec")):
+        raise UsageError("there is no sandbox here", hint="install bubblewrap (Linux); macOS has sandbox-exec")
+    if folder.resolve() in (Path.home().resolve(), *Path.home().resolve().parents):
+        raise UsageError(
+            f"in {folder} an agent could write the whole home folder", hint="start it in the folder of a project"
+        )
+
+
+def sandboxed(command: Sequence[str], folder: Path, home: Path) -> list[str]:
+    """`command` in bubblewrap or sandbox-exec: it reads what its user may but keys and passwords, and writes below `folder`
+    and `home` alone."""
+    import json
+    import shutil
+
+    hidden = [place for name in _SECRETS if (place := Path.home() / name).exists()]
+    bwrap = shutil.which("bwrap")
+    if bwrap is not None:
+        base = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-pid"]
+        masks = [
+            word
+            for place in hidden
+            for word in (["--tmpfs", str(place)] if place.is_dir() else ["--ro-bind", "/dev/null", str(place)])
+        ]
+        writes = [word for place in (folder, home) for word in ("--bind", str(place), str(place))]
+        return [bwrap, *base, *masks, *writes, "--chdir", str(folder), "--die-with-parent", "--", *command]
+    sandbox_exec = shutil.which("sandbox-exec") or "sandbox-exec"
+    places = " ".join(f"(subpath {json.dumps(str(p.resolve()))})" for p in (folder, home, Path("/dev")))
+    secrets = "".join(f"(deny file-read* (subpath {json.dumps(str(p))}))" for p in hidden)
+    profile = f"(version 1)(allow default)(deny file-write*)(allow file-write* {places}){secrets}"
+    return [sandbox_exec, "-p", profile, *command]
