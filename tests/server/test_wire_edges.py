@@ -13,7 +13,8 @@ import pytest
 
 from localllm.server.http.accounts import KeyLimits, NamedKey
 from support.http_server import Running, running_server
-from support.scripted_engine import ScriptedEngine
+from support.scripted_engine import Gate, ScriptedEngine
+from support.until import until
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 EVERY = (
@@ -123,3 +124,49 @@ def test_an_error_names_the_field_that_was_sent(server: Running, body: dict[str,
     answer = httpx.post(server.url + "/completion", json={"prompt": "x", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert not any(word in answer.text for word in ("list[", "constrained", "str]", "pydantic", "Fields"))
+
+
+BEHIND = [
+    ("/v1/chat/completions", {}, b'"finish_reason":"stop"'),
+    ("/v1/chat/completions", {"stream": True}, b"data: [DONE]"),
+    ("/api/chat", {"stream": True}, b'"done":true'),
+]
+
+
+def _asked(port: int, path: str, more: dict[str, Any]) -> socket.socket:
+    """A connection on which a whole request was sent, and the sending half closed."""
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
+    sock = socket.create_connection(("127.0.0.1", port), timeout=20)
+    sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    sock.shutdown(socket.SHUT_WR)
+    return sock
+
+
+@pytest.mark.parametrize(("path", "more", "end"), BEHIND)
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_client_that_closes_its_sending_half_gets_its_answer(
+    path: str, more: dict[str, Any], end: bytes, slow: bool
+) -> None:
+    gate = Gate()
+    engine = ScriptedEngine(("Hel", gate, "lo") if slow else ("Hello",))
+    with running_server({"m": engine}) as server, _asked(server.port, path, more) as sock:
+        if slow:
+            until(gate.reached.is_set)
+            until(lambda: bool(sock.recv(65536, socket.MSG_PEEK)))
+            gate.open()
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert b"HTTP/1.1 200" in answer
+    assert end in answer.replace(b": ", b":") or end in answer
+    assert engine.cancelled == []
+
+
+@pytest.mark.parametrize(("path", "more", "end"), BEHIND)
+def test_a_client_that_leaves_behind_that_is_gone(path: str, more: dict[str, Any], end: bytes) -> None:
+    gate = Gate()
+    engine = ScriptedEngine(("Hel", gate, "lo"))
+    with running_server({"m": engine}) as server:
+        sock = _asked(server.port, path, more)
+        until(gate.reached.is_set)
+        sock.close()
+        until(lambda: len(engine.cancelled) == 1)

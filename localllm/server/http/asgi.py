@@ -13,6 +13,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+# ASGI scope key of a list: whoever answers in pieces adds a function that sends something without meaning.
+PROBES = "localllm.probes"
 IGNORED = "x-localllm-ignored"
 # The server that answered, where the request was proxied.
 RAN_ON = "x-localllm-ran-on"

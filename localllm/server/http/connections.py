@@ -16,11 +16,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localllm.server.http.asgi import Receive, Scope, Send
+from localllm.server.http.asgi import PROBES, Receive, Scope, Send
 from localllm.server.http.settings import ServerSettings, is_loopback
 
 # ASGI scope key of `Connection.admit`.
 ADMIT = "localllm.admit"
+_LOOK_S = 1.0
 # Whoever has just connected gets this long to send a request, before it can be closed for others: many connect at once.
 _FRESH_S = 1.0
 
@@ -79,6 +80,7 @@ class Connection(H11Protocol):
     since_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
     _in_headers = True
+    _half = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -92,6 +94,8 @@ class Connection(H11Protocol):
 
         async def admitting(scope: Scope, receive: Receive, send: Send) -> None:
             scope[ADMIT] = self._admit
+            self._probes: list[Callable[[], None]] = []
+            scope[PROBES] = self._probes
             await inner(scope, receive, send)
 
         self.app = admitting
@@ -125,10 +129,38 @@ class Connection(H11Protocol):
             self._close_in(self.all.settings.header_timeout_s)
         # Else the deadline stands: what comes of a body that was refused makes nobody's stay longer.
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it has gone, or it closed its half behind a whole request and waits (RFC 9112 9.6). The two
+        look alike until something is sent: then the system of one that is gone refuses it. True keeps the connection."""
+        sock = self.transport.get_extra_info("socket")
+        asking = (
+            self.cycle is not None and not self.cycle.response_complete and self.conn.their_state is not h11.SEND_BODY
+        )
+        if not asking or sock is None or self.scheme == "https" or self.conn.their_http_version != b"1.1":
+            return False
+        self._half = True
+        self._probe(sock, 0.02)
+        return True
+
+    def _probe(self, sock: socket.socket, seconds: float) -> None:
+        """Send it something without meaning, and look whether that was refused: soon, then every second."""
+        if self.transport.is_closing():
+            return
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[])))
+        for probe in self._probes:
+            probe()
+        self.loop.call_later(seconds, self._probe, sock, _LOOK_S)
+
     def on_response_complete(self) -> None:
         answered = self.cycle
         super().on_response_complete()
         self.all.used(self)
+        if self._half and self.cycle is answered:  # it asks for nothing more
+            self.transport.close()
         if self.cycle is answered and not self.transport.is_closing():
             self._in_headers = False
             limits = self.all.settings

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError
-from localllm.server.http.asgi import Receive, Scope, Send
+from localllm.server.http.asgi import PROBES, Receive, Scope, Send
 from localllm.server.http.errors import headers_of, internal, log_failure
 from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import ServerSettings
@@ -110,6 +110,9 @@ class StreamResponse(Response):
             if outbox.empty and not outbox.closed:
                 outbox.write(self._keepalive())
             ticker = _Ticker(outbox, self._keepalive, self._settings.keepalive_s)
+            # Before an event a comment, before a line of JSON a blank.
+            nothing = b": \n" if self._media_type.startswith("text/event-stream") else b" "
+            scope.get(PROBES, []).append(lambda: outbox.write(nothing))
             # Middleware only looks at the headers, and they have been sent.
             send = scope.get(OWN_SEND, send)
             while not (outbox.closed and outbox.empty):
