@@ -68,7 +68,10 @@ def package(name: str) -> Any:
 
 
 def openai_client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=30)
+    # Every answer and event is held against the package's own types.
+    return openai.OpenAI(
+        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=30, _strict_response_validation=True
+    )
 
 
 def openai_chat(server: Running, stream: bool) -> str:
@@ -112,7 +115,9 @@ def openai_responses(server: Running, stream: bool) -> str:
 
 
 def anthropic_messages(server: Running, stream: bool) -> str:
-    client = package("anthropic").Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=30)
+    client = package("anthropic").Anthropic(
+        base_url=server.url, api_key="none", max_retries=0, timeout=30, _strict_response_validation=True
+    )
     tools = [{"name": "count", "description": "Count birds.", "input_schema": PARAMETERS}]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     with client:
@@ -167,3 +172,45 @@ def test_a_full_window_is_told_in_the_words_by_which_clients_know_it(server: Run
         # Refused before the stream begins.
         client.chat.completions.create(model="tiny", messages=messages, stream=stream)
     assert told.value.code == "context_length_exceeded"
+
+
+@pytest.fixture
+def talks() -> Iterator[Running]:
+    with running_server({"tiny": ScriptedEngine((ANSWER,))}) as running:
+        yield running
+
+
+def test_every_kind_of_answer_is_of_openais_types(talks: Running) -> None:
+    with openai_client(talks) as client:
+        said: list[Any] = [{"role": "user", "content": RESULT}]
+        assert client.models.list().data[0].id == client.models.retrieve("tiny").id == "tiny"
+        chat = client.chat.completions.create(
+            model="tiny", messages=said, n=2, logprobs=True, top_logprobs=2, max_tokens=2
+        )
+        assert [c.finish_reason for c in chat.choices] == ["length", "length"]
+        for chunk in client.chat.completions.create(
+            model="tiny", messages=said, stream=True, logprobs=True, stream_options={"include_usage": True}
+        ):
+            assert chunk.object == "chat.completion.chunk"
+        text = client.completions.create(model="tiny", prompt=RESULT, logprobs=2, max_tokens=2)
+        assert text.choices[0].logprobs is not None
+        kept = client.conversations.create(items=[{"type": "message", "role": "user", "content": "Hello"}])
+        made = client.responses.create(model="tiny", input=RESULT, conversation=kept.id)
+        assert client.responses.retrieve(made.id).output_text == made.output_text == ANSWER
+        assert [i.type for i in client.responses.input_items.list(made.id)] == ["message", "message"]
+        assert len(list(client.conversations.items.list(kept.id))) == 3
+        assert client.responses.input_tokens.count(model="tiny", input=RESULT).input_tokens > 0
+        for event in client.responses.create(model="tiny", input=RESULT, stream=True):
+            assert event.type.startswith("response.")
+
+
+def test_every_kind_of_answer_is_of_anthropics_types(talks: Running) -> None:
+    client = package("anthropic").Anthropic(
+        base_url=talks.url, api_key="none", max_retries=0, timeout=30, _strict_response_validation=True
+    )
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": RESULT}]}
+    with client:
+        assert client.messages.count_tokens(**asked).input_tokens > 0
+        assert client.messages.create(**asked, max_tokens=2).stop_reason == "max_tokens"
+        kinds = [event.type for event in client.messages.create(**asked, max_tokens=99, stream=True)]
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")

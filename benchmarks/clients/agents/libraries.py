@@ -79,21 +79,21 @@ def _library(
     )
 
 
-_AI = ("ai@6.0.326", "zod@4.6.7")
+_AI = ("ai@7.0.173", "zod@4.6.7")
 # What the frameworks call through.
 _OPENAI = "openai==3.3.0"
 
 AGENTS = (
-    _library("openai chat", "openai", "3.3.0", "openai_chat.py"),
-    _library("openai responses", "openai", "3.3.0", "openai_responses.py"),
-    _library("anthropic", "anthropic", "2.12.0", "anthropic_messages.py"),
+    _library("openai chat", "openai", "3.57.0", "openai_chat.py"),
+    _library("openai responses", "openai", "3.57.0", "openai_responses.py"),
+    _library("anthropic", "anthropic", "2.14.0", "anthropic_messages.py"),
     _library("ollama", "ollama", "0.6.3", "ollama_chat.py"),
-    _library("@ai-sdk/openai", "@ai-sdk/openai", "3.0.141", "ai_openai.mjs", *_AI, run=_node),
-    _library("@ai-sdk/openai-compatible", "@ai-sdk/openai-compatible", "2.0.87", "ai_compatible.mjs", *_AI, run=_node),
-    _library("@ai-sdk/anthropic", "@ai-sdk/anthropic", "3.0.138", "ai_anthropic.mjs", *_AI, run=_node),
+    _library("@ai-sdk/openai", "@ai-sdk/openai", "4.0.118", "ai_openai.mjs", *_AI, run=_node),
+    _library("@ai-sdk/openai-compatible", "@ai-sdk/openai-compatible", "3.0.92", "ai_compatible.mjs", *_AI, run=_node),
+    _library("@ai-sdk/anthropic", "@ai-sdk/anthropic", "4.0.105", "ai_anthropic.mjs", *_AI, run=_node),
     _library("langchain-openai", "langchain-openai", "1.7.3", "langchain_openai_agent.py", "langgraph==1.2.22"),
     _library("langchain-ollama", "langchain-ollama", "1.1.0", "langchain_ollama_agent.py", "langgraph==1.2.22"),
-    _library("litellm", "litellm", "1.83.0", "litellm_chat.py"),
+    _library("litellm", "litellm", "1.110.2", "litellm_chat.py"),
     _library("pydantic-ai", "pydantic-ai-slim", "2.38.0", "pydantic_ai_agent.py", _OPENAI),
     _library("openai-agents", "openai-agents", "0.24.0", "openai_agents.py"),
     _library("smolagents", "smolagents", "1.26.0", "smolagents_agent.py", _OPENAI, worker=Finishing),

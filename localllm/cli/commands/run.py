@@ -75,7 +75,7 @@ def run(
             changed |= {"HOME": str(home), "TMPDIR": str(home)}
         recipe = _written(recipe, home)
         _say(recipe, target.model, engine.base_url, changed, folder if sandbox else None)
-        code = _started(command, changed, recipe.run.without)
+        code = _started(command, changed, settings.without)
     raise typer.Exit(code)
 
 
