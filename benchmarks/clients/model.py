@@ -114,7 +114,9 @@ class ScriptedModel(ScriptedEngine):
                 self.left_s.append(time.monotonic())
                 self.cancelled.append(request.id)
 
-    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+    ) -> list[int]:
         """Bytes and control tokens."""
         return self.vocabulary.tokenize(text, special=special)
 

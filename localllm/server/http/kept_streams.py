@@ -71,6 +71,8 @@ class KeptStream(Outbox):
     def close(self, error: Any = None) -> None:
         super().close(error)
         self._ended.set()
+        if error is not None and not self._blocks:  # nothing began: the same request may try again
+            self.forget(self)
 
     async def follow(self, outbox: Outbox, after: int) -> None:
         """Write what comes behind event `after` into `outbox`, to the end. Raises StreamGoneError where that is not kept any
