@@ -22,6 +22,7 @@ from localllm.server.http.settings import ServerSettings, is_loopback
 # ASGI scope key of `Connection.admit`.
 ADMIT = "localllm.admit"
 _LOOK_S = 1.0
+_BEGINNING = b"HTTP/1.1 "
 # Whoever has just connected gets this long to send a request, before it can be closed for others: many connect at once.
 _FRESH_S = 1.0
 
@@ -81,6 +82,7 @@ class Connection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _in_headers = True
     _half = False
+    _begun = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -139,21 +141,32 @@ class Connection(H11Protocol):
         if not asking or sock is None or self.scheme == "https" or self.conn.their_http_version != b"1.1":
             return False
         self._half = True
+        self.conn.send = self._without_beginning  # type: ignore[method-assign, assignment]
         self._probe(sock, 0.02)
         return True
 
     def _probe(self, sock: socket.socket, seconds: float) -> None:
-        """Send it something without meaning, and look whether that was refused: soon, then every second."""
+        """Send it something, and look whether that was refused: soon, then ever less often. Before the answer that is the next
+        character that every answer begins with."""
         if self.transport.is_closing():
             return
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
-            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[])))
+            self.transport.write(_BEGINNING[self._begun : self._begun + 1])
+            self._begun = min(self._begun + 1, len(_BEGINNING))
         for probe in self._probes:
             probe()
-        self.loop.call_later(seconds, self._probe, sock, _LOOK_S)
+        self.loop.call_later(seconds, self._probe, sock, max(_LOOK_S, 2 * seconds))
+
+    def _without_beginning(self, event: Any) -> bytes | None:
+        """h11's `send`, less what was sent of an answer."""
+        data: bytes | None = h11.Connection.send(self.conn, event)
+        if isinstance(event, h11.Response) and data is not None:
+            begun, self._begun = self._begun, 0
+            return data[begun:]
+        return data
 
     def on_response_complete(self) -> None:
         answered = self.cycle
