@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -61,15 +62,20 @@ def routes(server: Server) -> APIRouter:
 
     mount_prompt(router, server, "/v1/responses/input_tokens", create, COUNT, input_tokens)
 
+    _mount_stored(router, server, states)
+    return router
+
+
+def _mount_stored(router: APIRouter, server: Server, states: PerCaller[ResponseState]) -> None:
     @router.get("/v1/responses/{response_id}", response_model=None)
     async def get(response_id: str, request: Request) -> dict[str, Any] | Response:
         """A stored response; with `stream=true` the events of one that is kept, behind the number `starting_after`."""
-        if request.query_params.get("stream") in ("true", "True", "1"):
-            stream = server.kept.find(response_id)
-            if stream is None:
-                raise StreamGoneError(f"no stream of {response_id[:80]!r} is kept here", param="response_id")
-            return stream.answer(event_number(request.query_params.get("starting_after"), "starting_after"))
-        return states.mine().responses.body(response_id)
+        asked = request.query_params
+        return (
+            states.mine().responses.body(response_id)
+            if asked.get("stream", "false").lower() in ("false", "0")
+            else _joined(server, response_id, asked)
+        )
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
@@ -100,7 +106,13 @@ def routes(server: Server) -> APIRouter:
             param="response_id",
         )
 
-    return router
+
+def _joined(server: Server, response_id: str, asked: Mapping[str, str]) -> Response:
+    """The events of a kept stream, from where the client has them."""
+    stream = server.kept.find(response_id)
+    if stream is None:
+        raise StreamGoneError(f"no stream of {response_id[:80]!r} is kept here", param="response_id")
+    return stream.answer(event_number(asked.get("starting_after"), "starting_after"))
 
 
 def _mount_conversations(router: APIRouter, server: Server, states: PerCaller[ResponseState]) -> None:
