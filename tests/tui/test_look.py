@@ -8,9 +8,11 @@ import pytest
 from textual.color import Color
 from textual.theme import BUILTIN_THEMES
 
+from localllm_tui.control.formatting import fitted
 from localllm_tui.control.terminal import is_light
 from localllm_tui.widgets.code import STYLES, palette
 from localllm_tui.widgets.contrast import READABLE, contrast, readable, readable_tokens
+from localllm_tui.widgets.markdown import MarkdownRows
 from tui.conftest import Driver
 
 NAMED = [name for name, theme in BUILTIN_THEMES.items() if not theme.ansi]
@@ -94,6 +96,43 @@ def test_code_has_its_number_and_a_click_copies_it(drive: Any, server: Any) -> N
         await d.until(lambda: copied == ["ls"])
 
     drive(play, copy=lambda text: bool(copied.append(text)) or True)
+
+
+def test_a_diff_stands_on_tints_and_of_a_fold_no_tags_are_shown() -> None:
+    theme = BUILTIN_THEMES["textual-dark"].to_color_system().generate()
+    look = palette({**theme, **readable_tokens(theme)})
+    grounds = {look.get_style(f"code.Generic.{kind}").bgcolor for kind in ("Inserted", "Deleted")}
+    assert len(grounds) == 2
+    assert look.get_style("code.block").bgcolor not in grounds
+    rows = MarkdownRows("<details>\n<summary>How it works</summary>\n\nIt **does**.\n\n</details>\n\n<b>kept</b>\n").at(
+        60
+    )
+    said = [row.text.plain for row in rows if row.text.plain.strip()]
+    assert said == ["▾ How it works", "It does.", "<b>kept</b>"]
+
+
+@pytest.mark.parametrize("cells", [0, 5, 12, 20, 30, 200])
+def test_hints_that_do_not_fit_go_whole_and_the_last_one_stays(cells: int) -> None:
+    hints = "Enter sends · Ctrl+J new line · F2 turns · F1 help"
+    shown = fitted(hints, cells)
+    assert len(shown) <= cells
+    assert cells < 7 or shown.endswith("F1 help")
+    assert cells < 7 or set(shown.split(" · ")) <= set(hints.split(" · "))
+
+
+def test_what_lies_below_the_screen_is_said(drive: Any, server: Any) -> None:
+    server.answer("\n\n".join(f"line {n}" for n in range(60)))
+
+    async def play(d: Driver) -> None:
+        await d.ask("many?")
+        await d.until(lambda: "line 59" in d.screen())
+        assert "more below" not in d.screen()
+        await d.press("pageup")
+        await d.until(lambda: "↓ more below" in d.screen())
+        await d.press("pagedown")
+        await d.until(lambda: "more below" not in d.screen())
+
+    drive(play)
 
 
 def test_the_head_line_names_the_conversation_and_its_version(drive: Any, server: Any) -> None:

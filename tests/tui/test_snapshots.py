@@ -41,7 +41,7 @@ from tui.test_tools import Host, asks
 
 FOLDER = Path(__file__).parent / "snapshots"
 DRAWN_WITH = "8.2.8"
-SIZES = [(80, 24), (120, 40), (200, 60)]
+SIZES = [(40, 20), (80, 24), (120, 40), (200, 60)]
 LOOKS = ["dark", "light", "nocolor", "sixteen"]
 CODE = "```python\nfrom pathlib import Path\ntext = Path('notes.txt').read_text()\n```"
 MODELS = [{"id": "scripted", "object": "model", "context_length": 8192, "physics": PHYSICS}]

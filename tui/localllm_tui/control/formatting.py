@@ -28,6 +28,14 @@ def elide(text: str, cells: int) -> str:
     return text + "…" if cells > 0 else ""
 
 
+def fitted(hints: str, cells: int) -> str:
+    """Hints in at most `cells` terminal cells: those before the last go first, whole."""
+    parts = hints.split(" · ")
+    while len(parts) > 1 and cell_len(" · ".join(parts)) > cells:
+        del parts[-2]
+    return elide(" · ".join(parts), cells)
+
+
 def ago(seconds: float) -> str:
     """How long ago, in words: "just now", "5 min ago", "3 h ago", "2 days ago"."""
     minutes = int(seconds // 60)

@@ -113,6 +113,7 @@ class Pulls:
 
 
 _LEAST_NAME, _MOST_NAME = 18, 34
+_LEAST_COLUMNS = 50  # narrower, a plan's line has its name, memory and speed alone
 _OWNER = len("a folder of yours")
 _FITS = {"yes": "fits", "tight": "tight", "split": "split", "no": "too large"}
 
@@ -124,6 +125,8 @@ def context_words(tokens: int) -> str:
 
 def catalog_head(width: int) -> str:
     name, wide = _room(width)
+    if width < _LEAST_COLUMNS:
+        return f"  {'model':{name}} {'memory':>8} {'tok/s':>9}"
     columns = f"  {'model':{name}} {'quant':9} {'memory':>8}"
     if wide:
         columns += f" {'of usable':10} {'context':>8}"
@@ -139,15 +142,16 @@ def plan_line(
     mark = "●" if choice.installed or (pull is not None and pull.done) else "↓" if pull and not pull.ended else " "
     mark = "▸" if in_use else mark
     shown = elide(one_line(plan["name"]), name)
-    line = (
-        f"{mark}{'+' if marked else ' '}{shown}{' ' * (name - cell_len(shown))} {elide(plan['variant']['quant'], 9):9}"
-    )
-    line += f" {amount(memory['total_bytes']):>8}"
+    speed = plan["decode_tok_s"]
+    rate = f"{_rate(speed['low']) + '–' + _rate(speed['high']):>9}"
+    line = f"{mark}{'+' if marked else ' '}{shown}{' ' * (name - cell_len(shown))}"
+    if width < _LEAST_COLUMNS:
+        return f"{line} {amount(memory['total_bytes']):>8} {rate}"
+    line += f" {elide(plan['variant']['quant'], 9):9} {amount(memory['total_bytes']):>8}"
     if wide:
         share = bar(memory["total_bytes"], max(1, memory["limit_bytes"]))
         line += f" {share} {context_words(plan['n_ctx']):>8}"
-    speed = plan["decode_tok_s"]
-    return f"{line} {_rate(speed['low']) + '–' + _rate(speed['high']):>9} {span(choice.wait_s):>8}"
+    return f"{line} {rate} {span(choice.wait_s):>8}"
 
 
 # Orders of the plans: what is best as the planner has it, the fastest, the smallest.
@@ -213,6 +217,8 @@ def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
 
 def _room(width: int) -> tuple[int, bool]:
     """(cells of the name, whether bar and context have room)."""
+    if width < _LEAST_COLUMNS:
+        return width - 2 - 1 - 8 - 1 - 9, False
     rest = width - 2 - 1 - 9 - 1 - 8 - 1 - 9 - 1 - 8
     wide = rest - 21 >= _LEAST_NAME
     return min(_MOST_NAME, max(8, rest - (20 if wide else 0))), wide

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
-from localllm_tui.control.formatting import ago, elide, how_many
+from localllm_tui.control.formatting import ago, elide, fitted, how_many
 from localllm_tui.control.keys import KeyContext, hints
 from localllm_tui.control.terminal import one_line
 
@@ -39,9 +39,9 @@ def footer(context: KeyContext, typed: str, width: int, *, queued: bool = False,
     `queued`: a question waits for the answer to end. `alone`: the turn that is selected has no other version.
     """
     if context is KeyContext.ANSWERING:
-        return hints(context) + (" · sent when this answer ends" if queued else "")
+        return fitted(hints(context) + (" · sent when this answer ends" if queued else ""), width)
     if context is KeyContext.SELECTING:
-        return hints(context, without="turn.version-back" if alone else "")
+        return fitted(hints(context, without="turn.version-back" if alone else ""), width)
     found = commands.matching(typed)
     typed_whole = [c for c in found if typed == f"/{c.name}"]
     if len(found) == 1 or typed_whole:
@@ -49,7 +49,7 @@ def footer(context: KeyContext, typed: str, width: int, *, queued: bool = False,
         return f"/{command.name} · {command.help}"
     if found:
         return elide("  ".join(f"/{c.name}" for c in found), width)
-    return hints(context) + (" · F1 help" if context is KeyContext.WRITING else "")
+    return fitted(hints(context) + (" · F1 help" if context is KeyContext.WRITING else ""), width)
 
 
 CONTINUED_ELSEWHERE = "Another window has removed what this goes on from, so here it goes on in a copy of the conversation; /list has both"

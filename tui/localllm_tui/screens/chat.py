@@ -21,7 +21,7 @@ from localllm_tui.control import command_actions, commands, titles
 from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ListedModel
-from localllm_tui.control.formatting import elide
+from localllm_tui.control.formatting import elide, fitted
 from localllm_tui.control.keys import CHAT, KeyContext, hints
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import DeferredGc, KeyboardTerminal, one_line
@@ -77,6 +77,8 @@ class ChatScreen(ChatCatalogScreen):
 
     async def _tick(self) -> None:
         self.show_pulls()
+        if self._more_below != (self._last is not None or self.transcript.more_below):
+            self._show_state()
         self._unsaved.write_if_due()
         if self._terminal.gone and not self._leaving:
             await self.leave()
@@ -157,7 +159,7 @@ class ChatScreen(ChatCatalogScreen):
         if selected is not None and selected.turn_id in self._found:
             at = f"{self._found.index(selected.turn_id) + 1} of {len(self._found)}"
             self.composer.border_title = title(f"found “{elide(one_line(self._searched), 30)}”: turn {at}")
-            self.composer.border_subtitle = hints(KeyContext.FOUND)
+            self.composer.border_subtitle = fitted(hints(KeyContext.FOUND), self.size.width - 8)
         if selected is not None and selected.turn_id == self._removing and self._removing in turns:
             follows = len(turns) - 1 - turns.index(self._removing)
             with_it = f" and the {follows} after it" if follows else ""

@@ -74,6 +74,7 @@ class ChatViewScreen(Screen[None]):
         self._first = 0
         self._last: int | None = None
         self._warned = self._queued = False
+        self._more_below = False
         self._recent: list[str] = []  # the conversations that the welcome offers
 
     @property
@@ -217,7 +218,9 @@ class ChatViewScreen(Screen[None]):
         if self.transcript.selected is not None:
             context = KeyContext.SELECTING
         names, costs = [name for name, _ in self.attached], self._counting.cost.words(self.n_ctx)
-        box.border_title = title(wording.title(context, names, costs))
+        self._more_below = self._last is not None or self.transcript.more_below
+        below = " · ↓ more below" if self._more_below else ""
+        box.border_title = title(wording.title(context, names, costs) + below)
         self._show_head()
         width = (self._columns or self.size.width) - 8
         box.border_subtitle = title(wording.footer(context, box.text, width, queued=self._queued, alone=self._alone))

@@ -136,7 +136,8 @@ class GlassScreen(ModalScreen[None]):
 
     def _draw(self) -> None:
         physics, speed, loading = self._read()
-        lines = panel_lines(physics, speed, loading=loading)
+        width = self.query_one(Static).size.width or PANEL_WIDTH
+        lines = panel_lines(physics, speed, min(PANEL_WIDTH, width), loading=loading)
         self.query_one(Static).update(glass_text(lines))
 
 

@@ -172,7 +172,7 @@ class ModelsScreen(ModalScreen[str | None]):
 
     @property
     def _columns(self) -> int:
-        return max(40, self.size.width - 5)
+        return max(30, self.size.width - 5)
 
     @property
     def choices(self) -> tuple[PlanChoice, ...]:

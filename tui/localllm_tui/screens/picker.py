@@ -23,7 +23,7 @@ from localllm.conversation.history_search import Hit
 from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.formatting import ago, elide, how_many
+from localllm_tui.control.formatting import ago, elide, fitted, how_many
 from localllm_tui.control.keys import PICKER, KeyContext, hints
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.widgets.graphemes import WholeInput
@@ -69,7 +69,8 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "conversations" if self.within is None else "find in this conversation"
-            box.border_subtitle = hints(KeyContext.CHOOSING if self.within is None else KeyContext.FINDING)
+            context = KeyContext.CHOOSING if self.within is None else KeyContext.FINDING
+            box.border_subtitle = fitted(hints(context), self._width)
             looks_in = "titles and texts" if self.within is None else "all that was said here, on every branch"
             yield WholeInput(self.query_text, placeholder=f"search {looks_in}")
             tree: Tree[TurnPlace] = Tree("")
@@ -254,7 +255,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
 
     @property
     def _width(self) -> int:
-        return max(30, min(110, self.app.size.width * 9 // 10) - 8)
+        return max(20, min(110, self.app.size.width * 9 // 10) - 8)
 
 
 def _line(summary: ConversationSummary, width: int) -> RichText:

@@ -55,6 +55,9 @@ STYLES = {
     "code.Generic.Deleted": "text-error",
 }
 _ANSI_BLUE = 4
+# Lines of a diff stand on a tint.
+_CHANGED = {"code.Generic.Inserted": "success", "code.Generic.Deleted": "error"}
+_TINT = 0.16
 # How much of the theme's foreground or warning goes into the background behind code.
 _BEHIND, _BEHIND_INLINE = 0.06, 0.1
 
@@ -66,6 +69,9 @@ def palette(variables: Mapping[str, str]) -> Console:
     if behind is not None and behind.ansi is None and front is not None and warning is not None:
         # The terminal's own has no shades.
         grounds = (behind, behind.blend(front, _BEHIND), behind.blend(warning, _BEHIND_INLINE))
+        changed = {name: _colour(variables, token) for name, token in _CHANGED.items()}
+        tints = {name: behind.blend(colour, _TINT) for name, colour in changed.items() if colour is not None}
+        grounds += tuple(tints.values())
     styles = {}
     for name, look in STYLES.items():
         token, _, marks = look.partition(" ")
@@ -78,6 +84,8 @@ def palette(variables: Mapping[str, str]) -> Console:
     if grounds:
         styles["code.block"] = Style(bgcolor=_rich(grounds[1]))
         styles["code.label"] += styles["code.block"]
+        for name, tint in tints.items():
+            styles[name] += Style(bgcolor=_rich(tint))
         styles["code.inline"] += Style(bgcolor=_rich(grounds[2]))
     return Console(theme=Theme(styles), width=80)
 

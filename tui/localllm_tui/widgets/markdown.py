@@ -29,6 +29,8 @@ _CONSOLE = Console(width=80)
 _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
 _MARKS = {"strong": "bold", "em": "italic", "s": "strike"}
+_FOLD = re.compile(r"</?details\b[^<>]{0,80}>", re.IGNORECASE)
+_SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.IGNORECASE | re.DOTALL)
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 
@@ -178,9 +180,19 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Markdow
     elif node.type == "hr":
         yield MarkdownRow(Text("─" * width, "rule"))
     elif node.type == "html_block":
-        yield from _wrapped(Text(node.content.rstrip("\n")), width)
+        yield from _wrapped(_html(node.content.rstrip("\n")), width)
     else:
         yield from _wrapped(_inline(node), width)
+
+
+def _html(said: str) -> Text:
+    """HTML as it was written; of a fold its summary, and not its tags."""
+    folded = _FOLD.sub("", said)
+    if folded == said:
+        return Text(said)
+    before, summary, after = [*_SUMMARY.split(folded, maxsplit=1), "", ""][:3]
+    parts = [Text(before.strip()), Text(f"▾ {summary.strip()}" if summary.strip() else "", "bold"), Text(after.strip())]
+    return Text("\n").join(part for part in parts if part)
 
 
 def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> Iterator[MarkdownRow]:

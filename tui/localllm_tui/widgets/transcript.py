@@ -207,6 +207,11 @@ class Transcript(VerticalScroll):
         """What was wanted is on screen."""
         self._wanted_more = False
 
+    @property
+    def more_below(self) -> bool:
+        """Whether something lies below what is on screen."""
+        return self.max_scroll_y - self.scroll_y >= 1
+
     def page(self, pages: int) -> None:
         """Scroll by screenfuls; at either end, more is wanted."""
         self._want_more(pages)
