@@ -9,8 +9,9 @@ a tokenizer starts anew: everything else of a prompt has the tokens that it has 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import pairwise
 
 # Two of the noncharacters that Unicode keeps for a program's own use; and as JSON in ASCII writes them.
 MARK = "\ufdd0\ufdd1"
@@ -21,6 +22,25 @@ class LiteralText(str):
     """Text in which a tokenizer must read no control token."""
 
     __slots__ = ()
+
+
+class ReadAnyway:
+    """Marks that a tokenizer reads whatever it is told (gpt-oss's <|channel|> to llama.cpp, Gemma 4's <|tool_call>, Command
+    R's turns in older files): a text that must not have them is cut within each."""
+
+    def __init__(self, added: Iterable[str]) -> None:
+        """`added`: what a tokenizer reads anyway, of which those are taken that look like marks to
+        llama.cpp's converter as well (does_token_look_special)."""
+        self.texts = tuple(
+            t for t in added if len(t) > 3 and (t.startswith(("<|", "<｜")) or t.endswith(("|>", "｜>")))
+        )
+        ways = "|".join(f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in self.texts)
+        self._inside = re.compile(ways or r"(?!)")
+
+    def pieces(self, text: str) -> list[LiteralText]:
+        """`text` in pieces of which none has such a mark."""
+        cuts = [0, *(found.end() for found in self._inside.finditer(text)), len(text)]
+        return [LiteralText(text[a:b]) for a, b in pairwise(cuts)]
 
 
 class ControlTexts:

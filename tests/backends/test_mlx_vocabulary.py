@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm_backends.contract import LoadError
+from localllm_backends.control_text import LiteralText
 from localllm_backends.mlx import backend_type
 from models import tiny_mlx
 
@@ -106,6 +107,18 @@ def test_control_tokens_written_in_text_are_parsed_only_when_asked(byte_level: P
     assert not words.is_control(5)
     assert words.token_bytes(tiny_mlx.TURN) == b""
     assert words.token_bytes(tiny_mlx.TURN, special=True) == b"<|turn|>"
+
+
+def test_a_mark_that_is_read_anyway_is_cut_in_literal_text(byte_level: Path, tmp_path: Path) -> None:
+    for file in byte_level.iterdir():
+        said = file.read_text("utf-8") if file.suffix == ".json" else ""
+        (tmp_path / file.name).write_text(said.replace('"special": true', '"special": false'), "utf-8")
+    words = vocabulary(tmp_path)
+    assert tiny_mlx.TURN in words.tokenize("a<|turn|>b", special=False, add_bos=False)
+    literal = words.tokenize(LiteralText("a<|turn|><|<|turn|>turn|>b"), special=False, add_bos=False)
+    assert tiny_mlx.TURN not in literal
+    assert words.detokenize(literal) == "a<|turn|><|<|turn|>turn|>b"
+    assert "<|turn|>" in words.control_texts
 
 
 def test_bos_is_what_the_tokenizer_does(sentencepiece: Path, byte_level: Path) -> None:

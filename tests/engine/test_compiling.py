@@ -13,6 +13,7 @@ import pytest
 from engine.drive import GREEDY, Outcome, advance, prompt_tokens, run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Queued, Request
+from localllm.engine.sampling import grammar as compiling
 from localllm.engine.sampling.grammar import Constraint, GrammarCompiler
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
@@ -106,6 +107,25 @@ def test_a_cancelled_request_stops_waiting_for_its_grammar(held_back: tuple[Engi
     compiler.let.set()
     finish(engine, outcome)
     assert len(outcome.ends["tied"]) == 1
+
+
+def test_one_that_takes_too_long_is_refused(
+    held_back: tuple[Engine, HeldBack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, compiler = held_back
+    monkeypatch.setattr(compiling, "COMPILE_S", 0.05)
+    outcome = Outcome()
+    submit(engine, outcome, request_for("tied", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
+    assert compiler.asked.wait(60)
+    finish(engine, outcome)
+    failure = outcome.failure("tied")
+    assert failure.code == "unsupported_parameter"
+    assert "takes over 0.05 s" in failure.message
+    monkeypatch.undo()
+    compiler.let.set()
+    submit(engine, outcome, request_for("next", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
+    finish(engine, outcome)
+    assert set(json.loads(outcome.text["next"])) == {"name", "legs"}
 
 
 def test_it_is_queued_once_its_grammar_is_known_to_be_one(held_back: tuple[Engine, HeldBack]) -> None:

@@ -11,8 +11,8 @@ E, HEADS, FF, LAYERS, CTX = 32, 2, 64, 2, 128
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?"
 
 
-def write_bert(path: Path, *, pooling: int = 1, seed: int = 5) -> Path:
-    """Write the model; `pooling` as in llama.h (1 mean, 2 CLS, 4 rank: with a head that scores)."""
+def write_bert(path: Path, *, pooling: int = 1, seed: int = 5, template: str | None = None) -> Path:
+    """Write the model; `pooling` as in llama.h (1 mean, 2 CLS, 4 rank: with a head that scores), `template` for pairs."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "bert")
     w.add_name("tiny-bert")
@@ -27,6 +27,8 @@ def write_bert(path: Path, *, pooling: int = 1, seed: int = 5) -> Path:
     # Word pieces as llama.cpp keeps them: a word's beginning carries U+2581, what goes on carries nothing.
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{c}" for c in LETTERS), *LETTERS]
     kinds = [gguf.TokenType.CONTROL] * 5 + [gguf.TokenType.NORMAL] * (len(tokens) - 5)
+    if template:
+        w.add_string("tokenizer.chat_template.rerank", template)
     w.add_tokenizer_model("bert")
     w.add_token_type_count(2)
     w.add_token_list(tokens)

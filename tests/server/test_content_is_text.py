@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import string
@@ -11,7 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import httpx
+import llama_cpp
 import pytest
 
 from conversation.call_templates import TEMPLATES
@@ -24,6 +27,8 @@ from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.generation.prompt import ResponseOptions, build_prompt
 from localllm_backends.contract import LoadSpec
 from localllm_backends.control_text import LiteralText, control_texts, without_marks
+from localllm_backends.llamacpp.model_info import LlamaCppVocabulary
+from models import tiny_gguf
 from support.http_server import running_server
 
 _ROLES = ("system", "user", "assistant", "tool", "argument", "key", "description")
@@ -95,6 +100,61 @@ def test_no_control_token_of_content_reaches_the_prompt(notation: str) -> None:
         # Nothing is lost (a template may order keys, which a mark may move).
         assert sorted("".join(tokens)) == sorted(_prompt(template, words, role, evil, parse_special=True))
         assert without_marks(prompts[1]) == "".join(tokens)
+
+
+def _vocabularies() -> list[str]:
+    """llama.cpp's own files of real tokenizers (models/ggml-vocab-*.gguf of its sources), where somebody names their folder."""
+    folder = os.environ.get("LOCALLLM_VOCABULARIES")
+    return ["smollm2", *(str(path) for path in sorted(Path(folder).glob("*.gguf")))] if folder else ["smollm2"]
+
+
+class Real(LlamaCppVocabulary):
+    """A real tokenizer, its weights left alone."""
+
+    def __init__(self, path: str) -> None:
+        params = llama_cpp.llama_model_default_params()
+        params.vocab_only = True
+        model = llama_cpp.llama_model_load_from_file(path.encode(), params)
+        super().__init__(llama_cpp, model)
+        self.info = SimpleNamespace(control_texts=self.control_texts)
+        spelled = set(self.control_texts)
+        text = llama_cpp.llama_vocab_get_text
+        unknown = self.tokenize("日😀", special=False)  # what a letter becomes that the vocabulary has not is no mark
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        every = range(llama_cpp.llama_vocab_n_tokens(vocab))
+        self.controls = {t for t in every if text(vocab, t).decode("utf-8", "replace") in spelled} - {*unknown}
+
+
+@pytest.mark.parametrize("path", _vocabularies())
+def test_nor_with_a_real_tokenizer(path: str, smollm2: Path) -> None:
+    words = Real(str(smollm2) if path == "smollm2" else path)
+    controls = tuple(t for t in words.control_texts if len(t) > 1)
+    assert words.controls
+    rng = random.Random(path)
+    template = ChatTemplate(DEFAULT_TEMPLATE)
+    plain = {role: tokenized(words, _prompt(template, words, role, "plain")) for role in _ROLES}
+    for i in range(500 if path != "smollm2" else 70):
+        role = _ROLES[i % len(_ROLES)]
+        evil = _evil(rng, controls)
+        prompt = _prompt(template, words, role, evil)
+        counted = [[t for t in tokens if t in words.controls] for tokens in (tokenized(words, prompt), plain[role])]
+        assert counted[0] == counted[1], (role, evil)
+
+
+def test_marks_that_are_read_whatever_a_tokenizer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gguf.GGUFWriter.add_token_types
+
+    def as_user_defined(self: Any, types: list[Any]) -> None:
+        real(self, [*types[:-2], gguf.TokenType.USER_DEFINED, types[-1]])
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", as_user_defined)
+    words = Real(str(tiny_gguf.write_llama(tmp_path / "own.gguf")))
+    turn = words.tokenize("<|turn|>", special=False)
+    assert len(turn) == 1
+    marked = control_texts(words.control_texts).marked("a<|turn|><|<|turn|>turn|>b")
+    tokens = tokenized(words, f"<|turn|>{marked}<|turn|>")
+    assert [t for t in tokens if t in words.controls] == turn * 2
+    assert turn[0] not in words.tokenize(LiteralText("x<|turn|>y"), special=False)
 
 
 def test_beside_images_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from localllm.cli.compose.model_router import router_for
 from localllm.cli.compose.sharing import load_plans_together
 from localllm.settings import Settings
+from localllm_backends.llamacpp import backend_type as llamacpp
 from models.tiny_bert import CTX, write_bert
 from support.http_server import running_server
 from support.until import until
@@ -96,6 +98,23 @@ def test_several_embedding_models_beside_each_other(http: httpx.Client) -> None:
     states = {m["id"]: (m["status"]["value"], m["capabilities"]) for m in http.get("/v1/models").json()["data"]}
     assert states["one"] == states["two"] == ("loaded", ["embedding"])
     assert states["ranker"][1] == ["rerank"]
+
+
+def test_marks_in_a_query_or_a_document_are_text(tmp_path: Path) -> None:
+    """As Qwen3-Reranker has them: the template's marks are tokens, and nobody ends the query from within a document."""
+    path = write_bert(tmp_path / "r.gguf", pooling=4, template="[CLS]{query}[SEP]{document}[SEP]")
+    embedder = llamacpp.load_embedder(str(path), n_ctx=128)
+    cls, sep = 2, 3
+    rng = random.Random(1)
+    for _ in range(60):
+        texts = [
+            "".join(rng.choices(["[SEP]", "[CLS]", "[", "SEP]", "a", " ", "{document}", "[S[SEP]EP]"], k=5))
+            for _ in "qd"
+        ]
+        tokens = embedder.tokenize_pair(*texts)
+        assert [t for t in tokens if t in (cls, sep)] == [cls, sep, sep], texts
+        assert not {cls, sep} & set(embedder.tokenize(texts[0])[1:-1])
+    embedder.close()
 
 
 def _is_up(http: httpx.Client) -> bool:

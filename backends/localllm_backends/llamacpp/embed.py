@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import BackendFailure, Embedder, LoadError, ModelInfo, OutOfMemoryError, StepError
+from localllm_backends.control_text import LiteralText, control_texts
+from localllm_backends.llamacpp.model_info import LlamaCppVocabulary
 from localllm_backends.llamacpp.native import c_string, cause, log, offload, start_native
 from localllm_backends.llamacpp.threads import usable_cores
 from localllm_backends.llamacpp.weights import check_file, fingerprint
@@ -27,6 +29,7 @@ class LlamaCppEmbedder(Embedder):
     def __init__(self, llama: Any, model: Any, context: Any, path: Path) -> None:
         self._llama, self._model, self._context = llama, model, context
         self._vocab = llama.llama_model_get_vocab(model)
+        self._words = LlamaCppVocabulary(llama, model)
         self._memory = llama.llama_get_memory(context)
         self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
         self._n_batch = int(llama.llama_n_ubatch(context))
@@ -61,7 +64,7 @@ class LlamaCppEmbedder(Embedder):
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text`, with CLS, SEP or EOS as the model wants them. Marks inside the text are text."""
-        return self._tokens(text, marks=True, special=False)
+        return self._words.tokenize(LiteralText("" + text), special=False, add_bos=True)  # texts alone
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         """What a reranker reads: its own template, where it has one (Qwen3-Reranker), else CLS, the query, EOS and SEP, the
@@ -69,27 +72,21 @@ class LlamaCppEmbedder(Embedder):
         template = self._llama.llama_model_chat_template(self._model, b"rerank")
         if template:
             text = template.decode("utf-8", "replace")
+            # The template's own marks are tokens, those in a query or a document are text.
+            controls = control_texts(self._words.control_texts)
+            query, document = controls.marked(query), controls.marked(document)
             # In one pass: what a query says of {document} is the query's text.
             filled = query.join(part.replace("{document}", document) for part in text.split("{query}"))
-            return self._tokens(filled, marks=False, special=True)
+            runs = controls.runs(filled)
+            return [t for run in runs for t in self._words.tokenize(run, special=not isinstance(run, LiteralText))]
         llama, vocab = self._llama, self._vocab
         sep = int(llama.llama_vocab_sep(vocab))
         eos = int(llama.llama_vocab_eos(vocab))
         end = [sep if eos == _NO_TOKEN else eos] if llama.llama_vocab_get_add_eos(vocab) else []
         begin = [int(llama.llama_vocab_bos(vocab))] if llama.llama_vocab_get_add_bos(vocab) else []
         between = [sep] if llama.llama_vocab_get_add_sep(vocab) else []
-        asked, said = (self._tokens(t, marks=False, special=False) for t in (query, document))
+        asked, said = (self._words.tokenize(LiteralText(t), special=False) for t in (query, document))
         return [*begin, *asked, *end, *between, *said, *end]
-
-    def _tokens(self, text: str, *, marks: bool, special: bool) -> list[int]:
-        data = text.encode("utf-8", "replace")
-        capacity = len(data) + 8
-        while True:
-            buffer = (self._llama.llama_token * capacity)()
-            n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, capacity, marks, special)
-            if n >= 0:
-                return list(buffer[:n])
-            capacity = -n
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         ids = (self._llama.llama_token * len(tokens))(*tokens)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import BackendFailure, LoadSpec, ModelInfo
+from localllm_backends.control_text import LiteralText, ReadAnyway
 from localllm_backends.llamacpp.native import c_string, token_piece
 from localllm_backends.llamacpp.weights import kv_meaning
 
@@ -19,8 +20,17 @@ class LlamaCppVocabulary:
         self._vocab = llama.llama_model_get_vocab(model)
         self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
         self._pieces: dict[tuple[int, bool], bytes] = {}
+        controls, added = _special_texts(llama, self._vocab, self._n_vocab)
+        self.read_anyway = ReadAnyway(added)
+        self.control_texts = (*controls, *self.read_anyway.texts)
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        if isinstance(text, LiteralText):
+            pieces = enumerate(self.read_anyway.pieces(text))
+            return [t for i, piece in pieces for t in self._tokens(piece, special, add_bos and not i)]
+        return self._tokens(text, special, add_bos)
+
+    def _tokens(self, text: str, special: bool, add_bos: bool) -> list[int]:
         data = text.encode("utf-8", "replace")
         capacity = len(data) + 8
         buffer = (self._llama.llama_token * capacity)()
@@ -85,13 +95,18 @@ def model_info(words: LlamaCppVocabulary, llama: Any, model: Any, spec: LoadSpec
         kv_meaning=kv_meaning(llama, spec),
         fim_tokens={name: token for name, token in fim.items() if token >= 0},
         metadata=metadata,
-        control_texts=_control_texts(llama, vocab, n_vocab),
+        control_texts=words.control_texts,
         **served,
     )
 
 
-def _control_texts(llama: Any, vocab: Any, n_vocab: int) -> tuple[str, ...]:
-    """How the tokens are written that are read out of a text only where that is asked for."""
+def _special_texts(llama: Any, vocab: Any, n_vocab: int) -> tuple[list[str], list[str]]:
+    """How the tokens are written that are read out of a text only where that is asked for, and those read anyway."""
     asked_for = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
     attributes, text = llama.llama_vocab_get_attr, llama.llama_vocab_get_text
-    return tuple(text(vocab, t).decode("utf-8", "replace") for t in range(n_vocab) if attributes(vocab, t) & asked_for)
+    found: tuple[list[str], list[str]] = ([], [])
+    for token in range(n_vocab):
+        kind = attributes(vocab, token)
+        if kind & (asked_for | llama.LLAMA_TOKEN_ATTR_USER_DEFINED):
+            found[not kind & asked_for].append(text(vocab, token).decode("utf-8", "replace"))
+    return found

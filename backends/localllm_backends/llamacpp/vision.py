@@ -232,7 +232,12 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         self.info = replace(self.info, vision=True)
 
     def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
-        return self._projector.tokenize_images(parts, add_bos=add_bos)
+        cut = [
+            piece
+            for part in parts
+            for piece in (self.read_anyway.pieces(part) if isinstance(part, LiteralText) else [part])
+        ]
+        return self._projector.tokenize_images(cut, add_bos=add_bos)
 
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
         return self._projector.encode_image(run)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import BackendFailure, LoadError
+from localllm_backends.control_text import LiteralText, ReadAnyway
 
 # Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives them
 # (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
@@ -54,7 +55,9 @@ class MlxVocabulary:
         self._parsing, self._literal = _tokenizers(source)
         self._added = {int(t["id"]): t for t in parsed.get("added_tokens", [])}
         self._control = frozenset(i for i, t in self._added.items() if t.get("special"))
-        self.control_texts = tuple(str(self._added[i]["content"]) for i in sorted(self._control))
+        controls = [str(self._added[i]["content"]) for i in sorted(self._control)]
+        self._read_anyway = ReadAnyway(str(t["content"]) for i, t in self._added.items() if i not in self._control)
+        self.control_texts = (*controls, *self._read_anyway.texts)
         self._kind = _kind(parsed.get("decoder"))
         self._chars = byte_of_char()
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -73,8 +76,10 @@ class MlxVocabulary:
 
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        ids = list((self._parsing if special else self._literal).encode(text, add_special_tokens=False).ids)
+        pieces = self._read_anyway.pieces(text) if isinstance(text, LiteralText) else [text]
+        tokenizer = self._parsing if special else self._literal
+        read = [tokenizer.encode(p.encode("utf-8", "replace").decode(), add_special_tokens=False).ids for p in pieces]
+        ids = [token for piece in read for token in piece]
         return [self.bos_token, *ids] if add_bos and self.adds_bos and self.bos_token is not None else ids
 
     def detokenize(self, tokens: Seq[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -41,10 +42,9 @@ class Vocabulary:
         self._backend = backend
         self.eos_token_id = info.eos_token if info.eos_token is not None else info.eog_tokens[0]
         self.bos_token_id = info.bos_token
-        special = [t for t in range(info.n_vocab) if backend.is_control(t)]
-        self.special_token_ids = special
+        self.special_token_ids = [t for t in range(info.n_vocab) if backend.is_control(t)]
         self.tokens = [backend.token_bytes(t, special=True) for t in range(info.n_vocab)]
-        for token in special:
+        for token in self.special_token_ids:
             self.tokens[token] = _SPECIAL + self.tokens[token]
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -83,9 +83,7 @@ class GrammarCompiler:
                 compiled = LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(json.loads(source))}"))
             elif kind == "regex":
                 compiled = LLMatcher.grammar_from_regex(source)
-            elif kind == "lark":
-                compiled = LLMatcher.grammar_from_lark(self._with_tokens(schemas_in(source)))
-            elif kind == "gbnf":
+            elif kind in ("lark", "gbnf"):
                 compiled = LLMatcher.grammar_from_lark(self._with_tokens(schemas_in(lark_of(source))))
             else:
                 raise UnsupportedError(f"unknown kind of grammar {kind!r}")
@@ -183,6 +181,7 @@ def _first_line(text: str) -> str:
     return line.rpartition("failed to compile JSON schema: ")[2]
 
 
+COMPILE_S = 10.0  # a request waits no longer for its grammar
 # (grammar as (kind, source), the answer's beginning that stands in the prompt already) to its constraint.
 MakeConstraint = Callable[[tuple[str, str], str], Constraint]
 
@@ -193,7 +192,15 @@ class Compilation:
 
     constraint: Constraint | None = None
     error: str = ""
-    done: bool = False
+    made: bool = False
+    until: float = field(default_factory=lambda: time.monotonic() + COMPILE_S)
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to wait for: it is made, refused, or takes too long."""
+        late = not self.made and time.monotonic() > self.until
+        self.error = f"the constraint can't be enforced: it takes over {COMPILE_S:g} s to make" if late else self.error
+        return self.made or late
 
 
 @dataclass
@@ -218,7 +225,7 @@ class BackgroundCompiler:
             compilation.constraint = self.make(grammar, begun)
         except Exception as e:
             compilation.error = f"the constraint can't be enforced: {e}"
-        compilation.done = True
+        compilation.made = True
         self._news.set()
 
     def wait(self, seconds: float) -> None:
