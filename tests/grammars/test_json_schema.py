@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from grammars.byte_matcher import allows, of_schema
+from localllm.conversation.tools.schemas import constrainable
 from localllm.errors import UnsupportedError
 from localllm.grammars.json_schema import loosened, schemas_in, settled, translated
 from localllm.grammars.translator import LARGEST
@@ -213,6 +214,7 @@ def test_references_lead_where_the_author_means(schema: dict[str, Any]) -> None:
         ("oneOf", {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}), ("uniqueItems", {"items": {"type": "integer"}, "uniqueItems": True}),
         ("pattern", {"pattern": "(?=a)b"}), ("divisibleBy", {"divisibleBy": 2}), ("type", {"type": "any"}),
         ("minimum", {"type": "integer", "minimum": 2**70}),
+        ("unevaluatedProperties", {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}),
     ],
 )  # fmt: skip
 def test_what_cant_be_said_is_named_and_the_rest_is_held(word: str, schema: dict[str, Any]) -> None:
@@ -229,6 +231,10 @@ def test_what_cant_be_said_is_named_and_the_rest_is_held(word: str, schema: dict
     grammar, named = settled(("loose_schema", json.dumps(whole)))
     assert grammar is not None
     assert (grammar[0], named) == ("json_schema", (f"response_format.{word}",))
+    tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
+    assert constrainable([tool])[1] == (f"tools.f.{word}",)
+    with pytest.raises(UnsupportedError, match=word.replace("$", r"\$")):
+        constrainable([{**tool, "strict": True}])
 
 
 @pytest.mark.parametrize(

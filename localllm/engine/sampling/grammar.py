@@ -92,35 +92,27 @@ class GrammarCompiler:
         matcher = LLMatcher(self._prepared(), compiled, log_level=0)
         if matcher.is_error():
             raise UnsupportedError(f"the {kind} can't be enforced: {_first_line(matcher.get_error())}")
-        if begun:
-            self._begin(matcher, begun)
-        return Constraint(matcher)
-
-    def _begin(self, matcher: Any, begun: str) -> None:
-        """Let `matcher` read the beginning of the answer, all of it or nothing."""
         assert self._vocabulary is not None
-        tokens = self._vocabulary(begun)
-        if matcher.try_consume_tokens(tokens) < len(tokens):
+        tokens = self._vocabulary(begun) if begun else []
+        if matcher.try_consume_tokens(tokens) < len(tokens):  # all of the beginning or nothing
             matcher.reset()
+        return Constraint(matcher)
 
     def _prepared(self) -> Any:
         """llguidance's tokenizer; fills `_vocabulary` and `_named` as well."""
-        with self._preparing:
-            if self._tokenizer is None:
-                self._prepare()
-            return self._tokenizer
-
-    def _prepare(self) -> None:
         import llguidance
 
-        vocabulary = self._vocabulary = Vocabulary(self._backend)
-        self._named = {
-            spelling.decode("utf-8", "replace"): token
-            for token, spelling in enumerate(vocabulary.tokens)
-            if spelling.startswith(b"<") and spelling.endswith(b">")
-        }
-        eog = list(self._backend.info.eog_tokens)
-        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=eog)
+        with self._preparing:
+            if self._tokenizer is None:
+                vocabulary = self._vocabulary = Vocabulary(self._backend)
+                self._named = {
+                    spelling.decode("utf-8", "replace"): token
+                    for token, spelling in enumerate(vocabulary.tokens)
+                    if spelling.startswith(b"<") and spelling.endswith(b">")
+                }
+                eog = list(self._backend.info.eog_tokens)
+                self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=eog)
+            return self._tokenizer
 
     def _with_tokens(self, lark: str) -> str:
         """`lark` with names of tokens that are no control tokens here as their ids: llguidance knows only the others
