@@ -59,7 +59,8 @@ def matches(schema: Any, value: Any, leads: Callable[[str], Any], depth: int = 0
 def _word_holds(word: str, said: Any, value: Any, leads: Callable[[str], Any], depth: int) -> bool | None:
     kind = kind_of(value)
     if word in ("const", "enum"):
-        return any(_same(one, value) for one in ([said] if word == "const" else said))
+        listed = [said] if word == "const" else said
+        return value in listed if isinstance(value, str) else any(_same(one, value) for one in listed)
     if word == "type":
         kinds = [said] if isinstance(said, str) else said
         return kind in kinds or (kind == "number" and "integer" in kinds and value == int(value))
