@@ -193,6 +193,8 @@ class _GbnfReader:
         self._at += 1
         other = self._text.startswith("^", self._at)
         self._at += other
+        if self._text.startswith("]", self._at):  # to llama.cpp no letter at all
+            raise self._wrong("no letter is in []")
         ranges: list[tuple[int, int]] = []
         while not self._text.startswith("]", self._at):
             low = high = self._code()

@@ -77,6 +77,7 @@ CLASSES = (
     "[[a]",
     r"[\]^]",
     r"[\\-]",
+    "[^b-a]",
 )
 TEXTS = ('"a"', '"ab"', '"&&"', '""', r'"\x61"', r'"\u0062\U00000061"', r'"\"\\"', '"{0}"', '"[a]"', "r", "R-1", ".")
 
@@ -157,7 +158,7 @@ def test_what_is_written_in_other_ways(name: str) -> None:
     "grammar",
     [
         "", "   ", "root", "root ::= (", 'root ::= "\\', 'root ::= "a', "root ::= missing", 'a ::= "x"', r'root ::= [\w]',
-        r'root ::= "\d"', "root ::= []", 'root ::= "a"{5,0}', 'root ::= "a"{1,9999999}', "root ::= *", r'root ::= "\ud800"',
+        r'root ::= "\d"', "root ::= []", 'root ::= "a" [^]', 'root ::= "a"{5,0}', 'root ::= "a"{1,9999999}', "root ::= *", r'root ::= "\ud800"',
         "root ::= [z-a]", "root ::= " + "(" * 3000, "root ::= <|im_end|>", 'root ::= "a" )',
     ],
 )  # fmt: skip
