@@ -158,8 +158,8 @@ def test_what_is_written_in_other_ways(name: str) -> None:
     "grammar",
     [
         "", "   ", "root", "root ::= (", 'root ::= "\\', 'root ::= "a', "root ::= missing", 'a ::= "x"', r'root ::= [\w]',
-        r'root ::= "\d"', "root ::= []", 'root ::= "a" [^]', 'root ::= "a"{5,0}', 'root ::= "a"{1,9999999}', "root ::= *", r'root ::= "\ud800"',
-        "root ::= [z-a]", "root ::= " + "(" * 3000, "root ::= <|im_end|>", 'root ::= "a" )',
+        r'root ::= "\d"', "root ::= []", 'root ::= "a"{5,0}', 'root ::= "a"{1,9999999}', "root ::= *", r'root ::= "\ud800"',
+        "root ::= [z-a]", "root ::= " + "(" * 3000, "root ::= <|im_end|>", 'root ::= "a" [^]', 'root ::= "a" )',
     ],
 )  # fmt: skip
 def test_what_is_no_grammar_is_refused_with_its_place(grammar: str) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import httpx
 import pytest
 
+from conversation.call_templates import TEMPLATES
+from conversation.test_tool_formats import WRITERS, Calls
+from localllm.conversation.template import ChatTemplate
+from localllm.conversation.tools import format_for
 from localllm.engine.messages import Failure, Request
 from localllm.errors import UnsupportedError
 from support.http_server import running_server
@@ -119,3 +124,46 @@ def test_a_line_of_ollamas_stream_holds_no_half_call() -> None:
     lines = json_reply("/api/chat", True, options={"num_predict": JSON_CALL.index("return")}).splitlines()
     assert not any(json.loads(line).get("message", {}).get("tool_calls") for line in lines)
     assert json.loads(lines[-1])["done_reason"] == "length"
+
+
+def test_in_no_notation_and_dialect_is_a_held_call_that_ends_open_a_fault_of_the_server() -> None:
+    """At any letter, by its own end, a limit or a stop, with what no notation writes in between."""
+    said = {"reply": "", "held": True}
+
+    def script(request: Request) -> list[Any]:
+        if request.grammar is not None and not said["held"]:
+            return [Failure("", UnsupportedError.code, "the lark can't be enforced")]
+        prompt, reply = str(request.prompt), str(said["reply"])
+        begun = next((n for n in range(len(reply), 0, -1) if prompt.endswith(reply[:n])), 0)
+        return list(reply[begun:])
+
+    engines = {name.replace(", ", "-"): ScriptedEngine(script, chat_template=t) for name, t in TEMPLATES.items()}
+    writers = {style: [write for name, write in WRITERS.values() if name == style] for style, _ in WRITERS.values()}
+    tools = [
+        {"type": "function", "function": {"name": n, "parameters": {"type": "object"}}} for n in ("write_file", "f")
+    ]
+    calls: Calls = [("write_file", {"path": "a.c", "text": "int main() {\n  return 0;\n}"}), ("f", {"n": 12})]
+    with running_server(dict(engines)) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+        for seed in range(150):
+            rng = random.Random(seed)
+            name = rng.choice(list(engines))
+            style = format_for(ChatTemplate(TEMPLATES[name.replace("-", ", ")]).source).name
+            reply = rng.choice(["", "Hm. "]) + rng.choice(writers[style])(calls[: rng.choice([1, 2])])
+            cut = rng.randrange(len(reply) + 1)
+            said["reply"] = reply[:cut] + rng.choice(["", "", "}", '"', "]", "<", reply[cut:]])
+            said["held"], engines[name].ends = rng.random() < 0.7, rng.choice(["stop", "length"])
+            asked: dict[str, Any] = {
+                "model": name,
+                "messages": [{"role": "user", "content": ASKED}],
+                "stream": seed % 2 == 0,
+            }
+            path = rng.choice(list(DIALECTS))
+            if path == "/v1/messages":
+                asked |= {"max_tokens": rng.choice([cut + 1, 500])}
+                sent: list[Any] = [{"name": t["function"]["name"], "input_schema": {"type": "object"}} for t in tools]
+            else:
+                asked |= {"stop": ["return"]} if "v1" in path and rng.random() < 0.2 else {}
+                sent = tools
+            answer = http.post(path, json={**asked, "tools": sent})
+            assert answer.status_code == 200, (seed, name, said, answer.text)
+            assert not {"internal_error", "api_error"} & set(answer.text.split('"')), (seed, name, said, answer.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,9 @@ def test_bytes_are_the_tokens_own_and_offsets_point_into_the_text(http: httpx.Cl
 def test_tokens_of_a_stop_that_is_left_out_have_none(http: httpx.Client) -> None:
     body = {"prompt": "One two three four", "temperature": 0, "max_tokens": 24, "logprobs": 0}
     free = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    for stop in (free[3:6], free[8:13], free[2:3]):
+    rng = random.Random(7)
+    starts = [rng.randrange(len(free) - 1) for _ in range(8)]
+    for stop in (free[3:6], free[8:13], free[2:3], *(free[a : a + rng.randint(1, 7)] for a in starts)):
         choice = http.post("/v1/completions", json={**body, "stop": [stop]}).json()["choices"][0]
         assert choice["text"] == free[: free.index(stop)]
         spelled = "".join(choice["logprobs"]["tokens"]) if choice["logprobs"] else ""
