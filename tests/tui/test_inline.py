@@ -39,6 +39,7 @@ class Window(Protocol):
     def resize(self, columns: int, rows: int) -> None: ...
     def ended(self) -> bool: ...
     def pid(self) -> int: ...
+    def clear(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -96,6 +97,9 @@ class CuttingWindow:
             screen.insert_lines(less)
             cursor.x, cursor.y = x, y - up
 
+    def clear(self) -> None:
+        self._screen.reset()
+
     def pid(self) -> int:
         return self._terminal.child.pid
 
@@ -149,6 +153,9 @@ class ReflowingWindow:
 
     def ended(self) -> bool:
         return any("chat ended" in line for line in self.lines())
+
+    def clear(self) -> None:
+        self._tmux("send-keys", "-R")
 
     def pid(self) -> int:
         shell = psutil.Process(int(self._tmux("list-panes", "-F", "#{pane_pid}")))
@@ -302,7 +309,9 @@ def test_a_chat_that_was_asleep_has_its_input_again(window: Callable[..., Window
     for sleep in (signal.SIGTSTP, signal.SIGSTOP):
         os.kill(w.pid(), sleep)
         until(lambda: psutil.Process(w.pid()).status() == psutil.STATUS_STOPPED)
+        w.clear()
         os.kill(w.pid(), signal.SIGCONT)
+        until(lambda: w.row() == "> half a question")
         w.type("!")
         until(lambda: w.row().endswith("!"))
         w.type("\x7f")

@@ -128,6 +128,8 @@ class InlinePage:
         def wake() -> None:
             termios.tcsetattr(fd, termios.TCSANOW, raw)
             self._drawn = None
+            app.output.write_raw("\r")  # the shell, or a key that it echoed, moved the cursor
+            app.output.erase_down()
             app.renderer.reset()
             app.invalidate()
 
