@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from localllm_backends.contract import Chunk, LoadSpec
+from localllm_backends.contract import Chunk, InterruptedStepError, LoadSpec
 from localllm_backends.llamacpp import backend_type
 from models import tiny_gguf
 
@@ -53,3 +53,39 @@ def test_the_first_step_of_a_mixture_asks_the_experts_that_its_router_chose(tmp_
     later = logits_of_one_token()
     backend.close()
     assert np.array_equal(first, later)
+
+
+def test_a_gpu_reads_several_micro_batches_in_a_step_and_takes_them_back(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As read one by one; of a step that was ended behind some of them nothing stays. (The processor stands in for a GPU.)"""
+    prompt = [3 + i * 7 % 250 for i in range(1500)]
+    spec = LoadSpec(str(tiny_model), n_ctx=4096, n_threads=1)
+    narrow = backend_type.load(spec)
+    monkeypatch.setattr("localllm_backends.llamacpp.context.has_gpu", lambda: True)
+    wide = backend_type.load(spec)
+    assert (narrow.info.n_batch, wide.info.n_batch) == (512, 2048)
+    sequence = narrow.new_sequence()
+    for start in range(0, len(prompt), 512):
+        right = narrow.step([Chunk(sequence, prompt[start : start + 512], outputs=1)]).logits(0)[-1].copy()
+    sequence, decode = wide.new_sequence(), llama_cpp.llama_decode
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_cpp, "llama_decode", lambda *args: decode(*args) or 2)
+        with pytest.raises(InterruptedStepError):
+            wide.step([Chunk(sequence, prompt, outputs=1)])
+    assert wide.length(sequence) == 0
+    assert np.allclose(wide.step([Chunk(sequence, prompt, outputs=1)]).logits(0)[-1], right, atol=1e-3)
+    wide.check_integrity()
+    for backend in (narrow, wide):
+        backend.close()
+
+
+def test_a_window_that_is_written_over_is_read_one_micro_batch_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm_backends.llamacpp.context.has_gpu", lambda: True)
+    backend = backend_type.load(
+        LoadSpec(str(tiny_gguf.write_sliding(tmp_path / "windows.gguf")), n_ctx=2048, n_threads=1)
+    )
+    assert backend.info.n_batch == 512
+    backend.close()

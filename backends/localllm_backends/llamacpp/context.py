@@ -112,9 +112,9 @@ def mapped_at(path: Path) -> list[tuple[int, int]]:
     return found
 
 
-# Tokens of a step at most, which is one micro-batch: larger ones bring little.
-_CPU_BATCH = 512
-_GPU_BATCH = 512
+# Tokens of a micro-batch: larger ones bring little. A step is one, or on a GPU up to `_GPU_STEP`, as llama.cpp's own programs take:
+# it computes the next one while the host is still busy with the one before.
+_MICRO_BATCH, _GPU_STEP = 512, 2048
 _DEFAULT_CTX = 8192
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
@@ -133,6 +133,14 @@ def served_context(model: Any, spec: LoadSpec) -> int:
     return spec.n_ctx or min(int(start_native().llama_model_n_ctx_train(model)), _DEFAULT_CTX)
 
 
+def _steps_are_divisible(model: Any, spec: LoadSpec) -> bool:
+    """True on a GPU where what several micro-batches left can be taken back: no window or state was written over by the second, and no
+    heads or images want a step to be one."""
+    llama = start_native()
+    kept = llama.llama_model_n_swa(model) or llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+    return has_gpu() and spec.n_gpu_layers != 0 and not (kept or spec.mtp or spec.drafter or spec.projector)
+
+
 def new_context(
     model: Any,
     spec: LoadSpec,
@@ -149,12 +157,13 @@ def new_context(
     `draft_cells` more to draft in. `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
     llama = start_native()
     params = llama.llama_context_default_params()
-    n_batch = n_batch or spec.n_batch or (_GPU_BATCH if has_gpu() and spec.n_gpu_layers != 0 else _CPU_BATCH)
+    n_batch = n_batch or spec.n_batch or _MICRO_BATCH
     threads = spec.n_threads or usable_cores()
     params.n_ctx = served_context(model, spec)
-    params.n_batch = n_batch
-    # One micro-batch per step keeps a step all-or-nothing.
     params.n_ubatch = n_batch
+    params.n_batch = (
+        max(n_batch, _GPU_STEP) if not at_node and not beside and _steps_are_divisible(model, spec) else n_batch
+    )
     params.n_seq_max = n_seq_max
     # llama.cpp aborts the process where there is less than one row for each sequence.
     params.n_outputs_max = max(outputs_reserved(spec, n_batch), n_seq_max)
