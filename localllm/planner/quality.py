@@ -22,17 +22,18 @@ from localllm_catalog.types import Model, Purpose, Variant
 @dataclass(frozen=True, slots=True)
 class Rating:
     """Points on the index, their uncertainty (one standard deviation), and what they rest on. `makers_own`: on nothing but
-    what the model's maker says of it."""
+    what the model's maker says of it; `estimated`: on nothing but what somebody guessed by hand."""
 
     points: float
     spread: float
     basis: str
     makers_own: bool = False
+    estimated: bool = False
 
     @property
     def is_evidence(self) -> bool:
-        """False where nothing but size and date is known."""
-        return self.basis != _SIZE_AND_DATE
+        """False where nothing but size and date is known, or a guess."""
+        return self.basis != _SIZE_AND_DATE and not self.estimated
 
 
 _INDEX = "Artificial Analysis Intelligence Index v4"
@@ -94,7 +95,7 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
         weight = 0.0  # size and date say little of it: of 3 billion weights 10 % are filled in right, and 45 %
     total = prior * weight
     best = (_SIZE_AND_DATE, math.inf)
-    by_others = False
+    by_others, guessed = False, True
     is_current = any(score.benchmark == _INDEX and score.date >= _INDEX_SINCE for score in model.quality)
     for score in model.quality:
         line = _line(score.benchmark, purpose)
@@ -107,13 +108,17 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
         # (One table of ten models by one of their makers compares all of them alike.)
         own = score.kind == "self-reported" and score.benchmark not in _FIM_ONTO_INDEX
         by_others |= not own
+        guessed &= score.kind == "estimate"
         spread *= _SELF_REPORTED if own else 1.0
         total += (slope * score.score + intercept) / spread**2
         weight += 1 / spread**2
         if spread < best[1]:
             version = ", an older version" if older else ""
             best = (f"{score.benchmark} {score.score:g} ({score.date}{version})", spread)
-    return Rating(total / weight, math.sqrt(1 / weight), best[0], best[0] != _SIZE_AND_DATE and not by_others)
+    is_known = best[0] != _SIZE_AND_DATE
+    return Rating(
+        total / weight, math.sqrt(1 / weight), best[0], is_known and not by_others, estimated=is_known and guessed
+    )
 
 
 def _line(benchmark: str, purpose: Purpose) -> tuple[float, float, float] | None:

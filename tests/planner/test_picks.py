@@ -252,3 +252,11 @@ def test_speed_beyond_what_feels_good_does_not_outrank_quality() -> None:
     """On a 12 GB card a 9B that answers at 44 tokens/s goes before a 4B that does at 66, which the index places lower."""
     plans = answers("RTX 3060 12GB", "chat").plans
     assert plans[0].model.id == "qwen3.5-9b"
+
+
+def test_a_guess_by_hand_is_no_rating() -> None:
+    model = BY_ID["qwen3-8b"]
+    guess = replace(model.quality[0], benchmark="Artificial Analysis scale, estimated", kind="estimate")
+    assert not quality.rate(replace(model, quality=(guess,))).is_evidence
+    assert not quality.rate(replace(model, quality=())).is_evidence
+    assert quality.rate(replace(model, quality=(guess, replace(guess, kind="measured")))).is_evidence
