@@ -1,10 +1,11 @@
 """The engine's step on an emulated device: tokens/s ÷ ideal (streams ÷ T) for 1, 8 and 32 streams, in process and over HTTP.
 
-python -m benchmarks step [--rounds 5] [--steps 200] [--vocabulary 152064] [--host] [--profile]
+python -m benchmarks step [--rounds 5] [--steps 200] [--vocabulary 152064] [--host] [--profile] [--graph-ms 2]
 
 A step is submitted and done T later (tests/support/emulated_device.py); rows are SmolLM2's, widened. In process time is this
 thread's processor time plus what it waited for the device, so that other programs cost only their share of the caches.
-`--host`: the device sorts nothing out, whole rows cross. The bars are printed beside what was measured.
+`--host`: the device sorts nothing out, whole rows cross. The bars are printed beside what was measured. `--graph-ms`: instead, what a
+graph that is made anew whenever a step has other shapes costs streams that join and leave, and what of it padded shapes leave.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import cProfile
 import pstats
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
-from tests.support.emulated_device import EmulatedDevice, HostClock, Rows, Speeds, widened
+from tests.support.emulated_device import EmulatedDevice, EmulatedResult, HostClock, Rows, Speeds, widened
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -73,6 +74,52 @@ def share_of_ideal(device: EmulatedDevice, clock: HostClock, n: int, sampling: S
     return computed_s / took
 
 
+class Graphs(EmulatedDevice):
+    """Its graph holds for steps of as many streams; `padded` to a power of two, for as many at most."""
+
+    graph_s, padded, shape, made = 0.0, False, 0, 0
+
+    def step(self, chunks: Sequence[Chunk]) -> EmulatedResult:
+        """One step, later where the shape is another one."""
+        plain = self.speeds
+        n = len(chunks) if all(len(c.tokens) == 1 for c in chunks) else 0
+        n = 1 << (n - 1).bit_length() if n and self.padded else n
+        if n and n != self.shape:
+            self.shape, self.made = n, self.made + 1
+            self.speeds = replace(plain, step_s=plain.step_s + self.graph_s)
+        result = super().step(chunks)
+        self.speeds = plain
+        return result
+
+
+def joining(rows: Rows, step_ms: float, n: int, graph_ms: float, *, padded: bool) -> tuple[float, int]:
+    """Seconds that a device computes for 4,000 tokens of up to `n` streams of 40 to 250, and how many graphs it made."""
+    rng, clock = np.random.default_rng(1), HostClock()
+    device = Graphs(rows, Speeds(step_s=step_ms / 1e3), top=256, clock=clock)
+    device.graph_s, device.padded = graph_ms / 1e3, padded
+    engine = Engine(device, EngineSettings(headroom_bytes=0, cache_bytes=2**20), clock=clock.now)
+    while engine.metrics.generated_tokens < 4000:
+        while len(engine.jobs.running) + len(engine.jobs.waiting) < n and rng.random() < 0.2:
+            prompt, tokens = [int(rng.integers(10, 900)), *range(100, 140)], int(rng.integers(40, 250))
+            generation = Generation(SAMPLINGS["greedy"], tokens, ignore_eos=True, cache_prompt=False)
+            engine.submit(Request(f"r{engine.metrics.requests}", prompt, generation), prompt)
+        engine.step(lambda _: None)
+    return device.computed_s, device.made
+
+
+def graphs(rows: Rows, graph_ms: float) -> None:
+    """What graphs cost, exact and padded."""
+    for step_ms in BARS:
+        for n in (4, 8, 32):
+            free_s, _ = joining(rows, step_ms, n, 0.0, padded=False)
+            for padded in (False, True):
+                seconds, made = joining(rows, step_ms, n, graph_ms, padded=padded)
+                kind = "padded" if padded else "exact"
+                print(
+                    f"{step_ms:4} ms, up to {n:2} streams, {kind:6}: {made:3} graphs, + {100 * (seconds / free_s - 1):.1f} %"
+                )
+
+
 def main() -> None:
     """Measure and report: the median of all rounds, settings by turns."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -81,9 +128,13 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--top", type=int, default=256)
+    parser.add_argument("--graph-ms", type=float)
     parser.add_argument("--profile", help="one case, such as 2.5/32/defaults, under cProfile")
     arguments = parser.parse_args()
     rows, spell = recorded(arguments.vocabulary)
+    if arguments.graph_ms is not None:
+        graphs(rows, arguments.graph_ms)
+        return
 
     def measure(step_ms: float, n: int, name: str) -> float:
         clock = HostClock()
