@@ -24,3 +24,11 @@ def test_agents_that_take_turns_find_what_lru_over_all_places_would_hold(memory_
     reuse = compare(interleaved(sessions(), 3), memory_gib, 0, N_CTX)
     assert reuse.ours >= reuse.lru - 0.01
     assert reuse.lru < 0.99, "too little to lose: this would show nothing"
+
+
+def test_a_disk_smaller_than_the_context_adds_what_the_context_does_not_hold() -> None:
+    lines = interleaved(sessions(), 3)
+    without, beside = compare(lines, 1, 0, N_CTX), compare(lines, 1, 4, N_CTX)
+    assert beside.ours >= without.ours + 0.5 * (beside.lru - without.lru)
+    assert beside.ours >= 0.95 * beside.reachable
+    assert beside.lru > without.lru + 0.01, "this disk adds nothing"

@@ -5,13 +5,11 @@ counts; checksummed, so a corrupt or foreign one is a miss and never a wrong ans
 pauses between requests if there are any, and another reads (kv_file.py); the engine never waits for either. What the
 writer did becomes true for the engine when that calls `sync`, so that a block changes on one thread only.
 
-The directory is bounded, and smaller where the disk is nearly full: least recently used files go first. Recency is that of
-the engine's cache while it runs, and is kept in the files' time stamps (the ends of a sequence a little older than its
-beginning, so that they go before it).
+The directory is bounded, and smaller where the disk is nearly full: what the context holds too goes first, then files by
+their time stamps, which say when the engine's cache last used them.
 
-What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written because of that is
-held back: in memory only, until it is used again. So is, once much of the day's bytes is gone, a short block that was not
-used since it was made: computing it again costs little, and most such prompts never come again.
+What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written because of that, or
+as a short one that may never come again, is held back: in memory only, until it is used again.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from localllm.engine.cache import tunables
-from localllm.engine.cache.eviction import Block, Kind, StoredFile, depth, file_time_ns, files_to_remove
+from localllm.engine.cache.eviction import Block, EvictablePool, Kind, StoredFile, depth, file_time_ns, files_to_remove
 from localllm.engine.cache.folder import WriteBudget, put_label
 from localllm.engine.cache.kv_file import KvEntry, Readable, ReadAhead, read_data, read_entry
 from localllm.engine.cache.tree import PrefixCache
@@ -43,21 +41,9 @@ Outcome = Literal["written", "failed", "removed", "held back"]
 
 # What an engine without a disk says of it.
 NO_DISK = dict.fromkeys(
-    (
-        "disk_written_bytes",
-        "disk_written_today_bytes",
-        "disk_daily_limit_bytes",
-        "disk_budget_used_up",
-        "disk_held_back_blocks",
-        "disk_read_blocks",
-        "disk_bad_blocks",
-    ),
-    0,
-)
-
-
-def _opened(path: Path) -> Readable:
-    return path.open("rb", buffering=0)
+    ("disk_written_bytes", "disk_written_today_bytes", "disk_daily_limit_bytes", "disk_budget_used_up",
+     "disk_held_back_blocks", "disk_read_blocks", "disk_bad_blocks"), 0
+)  # fmt: skip
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -143,7 +129,7 @@ class DiskTier:
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
-        self.open_file: Callable[[Path], Readable] = _opened
+        self.open_file: Callable[[Path], Readable] = lambda path: path.open("rb", buffering=0)
         self.reads = ReadAhead(lambda block: self.load(block, self.reads.rest))
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
@@ -239,8 +225,7 @@ class DiskTier:
         self._held_back.pop(block, None)
 
     def snapshot(self) -> dict[str, int]:
-        """Its counters, as NO_DISK names them. What others wrote today is as new as our last write: the engine's thread,
-        which asks, reads no files."""
+        """Its counters, as NO_DISK names them; what others wrote today is as new as our last write."""
         today_bytes, used_up = self.budget.known()
         return {
             "disk_written_bytes": self.written_bytes,
@@ -301,6 +286,19 @@ class DiskTier:
         """Could so many bytes be written without removing what was used after `until_ns`, as far as is known?"""
         return self._files_bytes + n_bytes <= self.capacity_bytes or self._oldest_ns <= until_ns
 
+    def remove_copies(self, n_bytes: int, held: Iterable[tuple[EvictablePool, Block]]) -> None:
+        """Make room for so many bytes by removing files of what is `held` elsewhere, as far as that goes."""
+        for pool, block in held:
+            if self._files_bytes + self._pending_bytes + n_bytes <= self.capacity_bytes:
+                return
+            if isinstance(block, DiskBlock) and block.written and not block.pending:
+                block.path.unlink(missing_ok=True)
+                block.written = False
+                self._blocks.pop(block.path, None)
+                self._files_bytes -= block.size_bytes
+                if block.data is None:
+                    pool.forget(block)
+
     def hurry(self, wanted: bool) -> None:
         """Somebody waits for room in memory: write without waiting for a pause, or take that back."""
         if wanted and not self._hurry:
@@ -343,7 +341,8 @@ class DiskTier:
             self.budget.written_bytes()
             with self._lock:
                 self._pending_bytes -= block.size_bytes
-            self._tell(block, what)
+            self._outcomes.append((block, what))
+            self._told.set()
             if self._jobs.empty():
                 self._stamp()
         self._stamp()
@@ -366,10 +365,6 @@ class DiskTier:
                 block.path.with_suffix(".part").unlink(missing_ok=True)
             return "failed"
         return "written"
-
-    def _tell(self, block: DiskBlock, what: Outcome) -> None:
-        self._outcomes.append((block, what))
-        self._told.set()
 
     @property
     def _pressed(self) -> bool:
@@ -429,7 +424,7 @@ class DiskTier:
             file.path.unlink(missing_ok=True)
             gone = self._blocks.get(file.path)
             if gone is not None:
-                self._tell(gone, "removed")
+                self._outcomes.append((gone, "removed"))
         if not enough:
             raise OSError("all that is there was used since")
 

@@ -14,7 +14,6 @@ Of what was used together, ends of sequences leave before their beginnings (`dep
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,30 +84,16 @@ class Candidate(NamedTuple):
     pool: EvictablePool
 
 
-class EvictablePool(ABC):
-    """Blocks that can be asked for their memory: a tree of them."""
+class EvictablePool:
+    """Blocks that can be asked for their memory, a tree of them: those that hold some and are not locked, those on a prefix's
+    way, and to keep only a block's copy (bytes freed), to forget one, locked or not, or to evict one that is not."""
 
-    held_bytes: int = 0
-
-    @abstractmethod
-    def candidates(self) -> Iterable[Candidate]:
-        """Every block that holds memory and is not locked."""
-
-    @abstractmethod
-    def on_path(self, prefix: Tokens) -> set[Block]:
-        """The blocks that `prefix` goes through: they are not evicted for it."""
-
-    @abstractmethod
-    def demote(self, block: Block) -> int:
-        """Have a block keep only its copy; returns the bytes freed, 0 where it has none."""
-
-    @abstractmethod
-    def forget(self, block: Block) -> None:
-        """No sequence has a block any more, whether it is locked or not."""
-
-    @abstractmethod
-    def evict(self, block: Block) -> None:
-        """Forget a block."""
+    held_bytes: int
+    candidates: Callable[[], Iterable[Candidate]]
+    on_path: Callable[[Tokens], set[Block]]
+    demote: Callable[[Block], int]
+    forget: Callable[[Block], None]
+    evict: Callable[[Block], None]
 
 
 @dataclass(eq=False)
@@ -116,7 +101,8 @@ class CacheBudget:
     """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds, so that files
     can be compared by it, but always on. `changes` grows with everything that may make room or
     changes what is found: who was refused, or remembers what it found, asks again. `in_context`: blocks whose tokens the
-    context holds too, the first to go where something has to leave it."""
+    context holds too, the first to go where something has to leave it. `wait` until something was written; False if that is not
+    to be waited for."""
 
     capacity_bytes: int
     uses: int = 0
@@ -124,6 +110,7 @@ class CacheBudget:
     pools: list[EvictablePool] = field(default_factory=list)
     clock: Callable[[], int] = time.time_ns
     in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
+    wait: Callable[[], bool] = bool
 
     def use(self) -> int:
         """Something is used now: when, as `uses` counts."""
@@ -138,7 +125,7 @@ class CacheBudget:
         self, need_bytes: int, *, prefix: Tokens | None = None, used: int | None = None, force: bool = False
     ) -> Space:
         """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the path of `prefix`, or
-        more recent than `used` (None: now). `force`: what is being written is not waited for."""
+        more recent than `used` (None: now). `force`: it is now or never."""
         missing = self.held_bytes + need_bytes - self.capacity_bytes
         if missing <= 0:
             return "free"
@@ -152,6 +139,8 @@ class CacheBudget:
         if missing > 0 and any(c.block.pending for c in self._candidates()):
             if not force:
                 return "pending"
+            while missing > 0 and self.wait():
+                missing -= self._evict(missing, keep, until, pending=False)
             missing -= self._evict(missing, keep, until, pending=True)
         return "free" if missing <= 0 else "full"
 

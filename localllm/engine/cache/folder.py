@@ -1,9 +1,8 @@
 """The folder of all models' cached prefixes: what lies in it, clearing it, and how much may be written into it in a day.
 
-Nothing here needs the engine to stand still. Its files are whole or absent, one that is gone is a miss, and a folder that
-is gone is made again, so a server may run while it is cleared. What was written in a day is a count that outlives
-restarts: each model's folder has one file for the day, to which each write adds a line with its bytes. That needs no lock
-between processes, and is done before the bytes are written, so that a crash forgets nothing.
+Files are whole or absent, and one that is gone is a miss, so a server may run while they are cleared. What was written in
+a day outlives restarts: each model's folder has one file for the day, to which each write first adds a line with its bytes,
+which needs no lock between processes.
 """
 
 from __future__ import annotations

@@ -6,11 +6,8 @@ cached    blocks in the prefix cache (memory, disk): imported by copying
 
 A finished sequence is exported piece by piece between steps and, once all of it is exported, stays in the context only
 until somebody else comes: every token held in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
-One that could not be exported (yet) stays while nobody needs its cells: that costs speed, dropping it costs a prefill.
-
-Where KV lies on a device, reading it out is what costs: there every sequence stays while there are cells and sequences
-for it and its tokens don't make others' steps longer, and is exported between requests, or, once they run short, bit by bit
-between steps. Which leave first: cache/eviction.py.
+Where KV lies on a device, reading it out is what costs: there it stays while its tokens don't make others' steps longer.
+Which leave first: cache/eviction.py.
 """
 
 from __future__ import annotations
@@ -275,8 +272,8 @@ class SequencePool:
 
     def park(self, sequence: int, tokens: Tokens) -> None:
         """Take a running request out of the context at once, keeping its KV in the cache."""
-        self._export_all(IdleSequence(sequence, tokens.copy()))
-        self._backend.drop(sequence)
+        self._idle.append(IdleSequence(sequence, tokens.copy()))
+        self._evict(self._idle[-1])
 
     def checkpoint(self, sequence: int, tokens: Tokens) -> None:
         """Store the state after exactly `tokens`, for models that can't go back there later."""
@@ -341,6 +338,7 @@ class SequencePool:
         self._sync()
         if prompt is not None and self._idle:
             self.kv.touch(prompt)
+        self.kv.be_patient(cells if len(list(self.running())) <= (prompt is None) else 0)
         for idle in eviction.context_order(self._idle):
             least = source.held if idle is source.idle else 0
             while not self._has_room(cells, live) and self._shorten(idle, cells - self._backend.cells_free(), least):
@@ -411,13 +409,20 @@ class SequencePool:
         for idle in eviction.may_leave(self._idle, able, busy=busy, step_share=self._step_share):
             self._drop(idle)
 
-    def _evict(self, idle: IdleSequence) -> None:
-        self._idle.remove(idle)
-        self._export_all(idle)
-        self._backend.drop(idle.sequence)
-
     def _drop(self, idle: IdleSequence) -> None:
         self._idle.remove(idle)
+        self._backend.drop(idle.sequence)
+
+    def _evict(self, idle: IdleSequence) -> None:
+        """Export what there is room for, now: its cells are needed."""
+        self._idle.remove(idle)
+        self._leaving = idle.sequence
+        if not self.kv.has_points:
+            self.kv.export_end(idle.sequence, idle.tokens, 0, idle.used)
+        else:
+            while not idle.exported and self._export_next(idle, force=True):
+                pass
+        self._leaving = None
         self._backend.drop(idle.sequence)
 
     # --- exporting -----------------------------------------------------------------------------------------------
@@ -434,16 +439,6 @@ class SequencePool:
     def _refused(self, idle: IdleSequence) -> bool:
         """There was no room for it, and nothing has changed since."""
         return idle.state in ("awaiting", "refused") and idle.as_of == self.kv.budget.changes
-
-    def _export_all(self, idle: IdleSequence) -> None:
-        """Export what there is room for, now: its cells are needed, so what is still to be written is not waited for."""
-        if self.kv.has_points:
-            while not idle.exported and self._export_next(idle, force=True):
-                pass
-            return
-        self._leaving = idle.sequence
-        self.kv.export_end(idle.sequence, idle.tokens, 0, idle.used)
-        self._leaving = None
 
     def _export_next(self, idle: IdleSequence, *, force: bool = False) -> bool:
         """Export one piece; False if it can't be had, or there is no room for it in the cache."""

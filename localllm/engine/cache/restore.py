@@ -1,11 +1,8 @@
 """A cached prefix on its way back into the context: what of it to take, and taking it piece by piece.
 
-Each piece is weighed by itself, since they cost and save apart from each other: one in memory costs next to nothing; one
-on disk is worth reading when that is quicker than computing the tokens wanted of it. What is not worth reading, was
-evicted or turns out to be lost is a gap: its tokens are computed, and what lies behind it is still taken.
-
-What is on disk is read by another thread, ahead of its turn. Who owns a restoration asks whether it `awaits` the disk, and
-does something else meanwhile. A disk that takes longer than computing would is waited for no more.
+Each piece is weighed by itself: one on disk is worth reading when that is quicker than computing the tokens wanted of it.
+What is not worth reading, was evicted or is lost is a gap: its tokens are computed, and what lies behind is still taken.
+What is on disk is read by another thread, ahead of its turn; who owns a restoration asks whether it `awaits` the disk.
 """
 
 from __future__ import annotations

@@ -42,8 +42,10 @@ class KvStore:
         self._snapshot = (1, 0)
         self.lost_blocks = 0
         self.closing = False  # nothing can stay in the context
+        self._patience_s = 0.0
         if disk is not None:
             disk.open(self.cache, self.states)
+            self.budget.wait = self._wait_for_writing
 
     @property
     def trees(self) -> list[PrefixCache]:
@@ -231,6 +233,8 @@ class KvStore:
     def _insert(self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None) -> Space:
         if self.disk is None:
             return "free" if tree.insert(prefix, Block(data, start, len(prefix)), used) else "full"
+        if not self.closing:
+            self.disk.remove_copies(len(data), self.budget.in_context())
         block = self.disk.make_block(prefix, data, start, tree.kind)
         if not tree.insert(prefix, block, used):
             return "full"
@@ -261,6 +265,19 @@ class KvStore:
     def wait(self, seconds: float) -> bool:
         """Wait until something was written, at most so long; False if nothing was."""
         return self.disk is not None and self.disk.wait(seconds)
+
+    def be_patient(self, n_tokens: int) -> None:
+        """What leaves the context for so many tokens may wait for room that writing makes: for a part of what reading them costs."""
+        rate = self.prefill_tok_s()
+        self._patience_s = min(tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens / rate) if rate else 0.0
+
+    def _wait_for_writing(self) -> bool:
+        until_s = self._clock() + self._patience_s
+        self.hurry(True)
+        written = self._patience_s > 0 and self.wait(self._patience_s)
+        self._patience_s = until_s - self._clock()
+        self.sync()
+        return written
 
     def check_integrity(self) -> None:
         for tree in self.trees:

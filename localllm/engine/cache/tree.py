@@ -108,7 +108,7 @@ class PrefixCache(EvictablePool):
         self.budget.pools.append(self)
         self._root = Node(np.empty(0, dtype=np.int32), 0, None)
         self._users: dict[Block, list[Node]] = {}
-        self.evicted_tokens = 0
+        self.held_bytes = self.evicted_tokens = 0
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -250,18 +250,18 @@ class PrefixCache(EvictablePool):
                 yield Candidate(_middle(block, nodes).last_used, depth(block.start, block.stop, self.kind), block, self)
 
     def on_path(self, prefix: Tokens) -> set[Block]:
-        """The blocks that `prefix` goes through; of snapshots the longest."""
+        """The blocks that `prefix` goes through, which are not evicted for it; of snapshots the longest."""
         along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
         if self.whole:
             return set([block for n, block, shared in along if shared == len(n.tokens)][-1:])
         return {block for n, block, shared in along if _uses(n, n.start + shared)}
 
     def covered(self, prefix: Tokens) -> list[Block]:
-        """The blocks in memory that hold nothing but tokens of `prefix`."""
+        """The blocks that hold nothing but tokens of `prefix`."""
         along = [n for n, shared in self._along(prefix) if shared == len(n.tokens)]
         reached = along[-1].stop if along else 0
         blocks = dict.fromkeys(n.block for n in along if n.block is not None)
-        return [block for block in blocks if block.held_bytes and block.stop <= reached]
+        return [block for block in blocks if block.stop <= reached]
 
     def demote(self, block: Block) -> int:
         held = block.held_bytes
