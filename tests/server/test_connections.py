@@ -19,7 +19,7 @@ from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
 from support.until import until
 
-MANY = 600
+MANY = 1000
 KEY = {"Authorization": "Bearer s3cret"}
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}

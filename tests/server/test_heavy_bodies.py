@@ -6,9 +6,11 @@ import asyncio
 import gzip
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from localllm.server.http.json_body import read_json
 from localllm.server.http.settings import ServerSettings
 from support.http_server import Running, running_server
 from support.scripted_engine import ScriptedEngine
+from support.until import until
 
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer s3cret"}
@@ -169,3 +172,23 @@ def test_a_large_body_means_what_a_small_one_means(value: dict[str, Any], plain:
         text = text[:cut] + data.draw(st.sampled_from(["", "]", "}", '"', ",", "NaN", "01", "\\u12"])) + text[cut + 1 :]
     small = text.encode("utf-8", "surrogatepass")
     assert _read(small + PAD.encode()) == _read(small + b" ")
+
+
+def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() -> None:
+    large = _chat("word " * 100_000)
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\nContent-Type: application/json\r\n"
+    )
+    half = f"{head}Content-Length: {len(large)}\r\n\r\n".encode() + large[: len(large) * 4 // 5]
+    engine = {"tiny": ScriptedEngine()}
+    with running_server(engine, api_key="s3cret", max_bodies_bytes=2 * len(large)) as server, ExitStack() as stack:
+        for _ in range(2):
+            s = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            s.sendall(half)
+        until(lambda: _post(server, large).status_code == 503, "a third one is read", timeout_s=10)
+        refused = _post(server, large)
+        assert refused.json()["error"]["code"] == "server_busy"
+        assert int(refused.headers["retry-after"]) > 0
+        assert _post(server, _chat("hi")).status_code == 200
+        stack.close()
+        until(lambda: _post(server, large).status_code == 400, "what went is still counted", timeout_s=10)

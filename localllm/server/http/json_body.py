@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
-from localllm.errors import RequestError
+from localllm.errors import BusyError, RequestError
 from localllm.server.http.asgi import Scope, Send
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
 from localllm.server.http.large_json import POOL, SlicedDecoder, Turns
@@ -142,18 +142,43 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
     if isinstance(known, JsonBody):
         return known
 
-    body = await _received(request, settings)
     encoding = request.headers.get("content-encoding", "")
     small = min(_SMALL_BYTES, settings.max_body_bytes)
-    if len(body) <= small:
-        with contextlib.suppress(BodyTooLargeError):
-            raw = unpack(body, encoding, small)
-            return JsonBody(raw, parse(raw, settings.max_json_depth))
-    return await asyncio.get_running_loop().run_in_executor(POOL, _large, body, encoding, settings)
+    with _Held(settings.max_bodies_bytes) as held:
+        body = await _received(request, settings, held)
+        if len(body) <= small:
+            with contextlib.suppress(BodyTooLargeError):
+                raw = unpack(body, encoding, small)
+                return JsonBody(raw, parse(raw, settings.max_json_depth))
+        return await asyncio.get_running_loop().run_in_executor(POOL, _large, body, encoding, settings)
 
 
-async def _received(request: Request, settings: ServerSettings) -> bytes:
-    """The bytes of the body, which must come at the least rate. Raises BodyTooLargeError and SlowBodyError."""
+class _Held:
+    """Bytes of one large body while it comes and waits to be read: at most `most_bytes` of all of them. Small ones are not
+    counted: whoever sends large ones keeps nobody out. The event loop's alone."""
+
+    all_bytes = 0
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _Held.all_bytes -= self._bytes
+
+    def grow(self, size: int) -> None:
+        """It has `size` bytes by now. Raises BusyError."""
+        more = size - self._bytes if size > _SMALL_BYTES else 0
+        if more and _Held.all_bytes + more > self._most_bytes:
+            raise BusyError(f"large bodies that are being read hold {_Held.all_bytes // 2**20} MiB already")
+        _Held.all_bytes += more
+        self._bytes += more
+
+
+async def _received(request: Request, settings: ServerSettings, held: _Held) -> bytes:
+    """The bytes of the body, which must come at the least rate. Raises BodyTooLargeError, SlowBodyError and BusyError."""
     pieces: list[bytes] = []
     size = 0
     latest_s = asyncio.get_running_loop().time() + settings.body_timeout_s
@@ -163,6 +188,7 @@ async def _received(request: Request, settings: ServerSettings) -> bytes:
                 size += len(piece)
                 if size > settings.max_body_bytes:
                     raise BodyTooLargeError(f"the body is larger than {settings.max_body_bytes} bytes")
+                held.grow(size)
                 pieces.append(piece)
                 limit.reschedule(latest_s + size / settings.min_body_bytes_s)
     except TimeoutError as e:

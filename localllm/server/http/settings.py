@@ -125,7 +125,8 @@ class ServerSettings:
     `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status. `keepalive_s`: the longest
     silence on a stream. `kept_stream_s`: a stream begun with an Idempotency-Key waits so long for its client.
     `header_timeout_s`: the longest a client may take to send headers; `body_timeout_s` and a second for each
-    `min_body_bytes_s` that have come: a body; `body_work_s`: what unpacking and parsing it may take.
+    `min_body_bytes_s` that have come: a body; `body_work_s`: what unpacking and parsing it may take. `max_bodies_bytes`: all
+    large ones together that come or wait to be read.
     `idle_timeout_s`: a connection rests so long between requests, and `idle_unknown_timeout_s` before the gate let a request
     of it in. `max_connections` of requests that were let in, all of them busy: further ones are answered 503;
     `max_unknown_connections`: of others, from this machine and from outside each.
@@ -143,6 +144,7 @@ class ServerSettings:
     unix_socket: str | None = None
     tls: TlsFiles | None = None
     max_body_bytes: int = 32 * 2**20
+    max_bodies_bytes: int = 256 * 2**20
     max_json_depth: int = 96
     grace_s: float = 0.8
     keepalive_s: float = 10.0
