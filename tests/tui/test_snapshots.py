@@ -104,7 +104,7 @@ def _hex(colour: Any) -> str:
 
 async def hold(d: Driver, name: str, look: str) -> None:
     """Hold the screen against its picture, and in another look than "dark" against what holds for that."""
-    await d.until(lambda: d.app.focused is not None)
+    await d.until(lambda: d.app.focused is not None and d.app.focused.has_focus)
     for box in d.app.screen.query(Input):
         box.cursor_blink = False
     d.app.chat.composer.cursor_blink = False
