@@ -4,4 +4,4 @@ A Device and a Model make a Plan; an Engine runs the Plan; everything else is a 
 Importing this package imports nothing heavy: every room is imported by whoever needs it.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
