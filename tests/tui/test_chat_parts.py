@@ -150,7 +150,7 @@ def test_every_command_is_explained_under_one_name() -> None:
         )
         for name in (command.name, *command.aliases):
             assert commands.parse(f"/{name} x") == (command.name, "x")
-    assert [c.name for c in commands.matching("/s")] == ["save", "system", "sampling"]
+    assert [c.name for c in commands.matching("/s")] == ["save", "save-prompt", "system", "sampling"]
 
 
 def test_reading_a_file(tmp_path: Path) -> None:
