@@ -20,7 +20,7 @@ from localllm.grammars.values import picked, without_endless
 
 # Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
 # window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
-SPACE = r"( |\n{1,2}[ \t]{0,64})?"
+SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # As many digits as llama.cpp's grammars have; ids of others are longer (LARGEST in translator.py).
 _NUMBER = r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"
 _TERMINALS: Mapping[str, str] = {

@@ -26,6 +26,7 @@ from localllm.planner.types import Plan, Workload
 from localllm.setup import builds, trial
 from localllm.setup.host import assumed
 from localllm_backends import candidates
+from localllm_backends.contract import Chunk
 from localllm_backends.llamacpp import devices
 from localllm_backends.llamacpp.context import model_params
 from localllm_backends.llamacpp.native import start_native
@@ -271,10 +272,15 @@ def few_logits_cross() -> None:
     """The greatest 256 of a row decide what top-k 40 draws, together for all streams; what they don't decide stays open."""
     logits = np.sort(np.random.default_rng(0).normal(size=(32, 256)).astype(np.float32))[:, ::-1]
     top = candidates.TopRows(np.tile(np.arange(256, dtype=np.int32), (32, 1)), np.ascontiguousarray(logits))
-    drawn = candidates.choose(top, [SampleSpec(0.8, 40, 0.95, 0.05, i / 32) for i in range(32)])
+
+    def chosen(specs: list[SampleSpec]) -> list[int | None]:
+        chunks = [Chunk(i, [0], sample=spec) for i, spec in enumerate(specs)]
+        return candidates.FewChooser(chunks, range(32)).of(top)
+
+    drawn = chosen([SampleSpec(0.8, 40, 0.95, 0.05, i / 32) for i in range(32)])
     assert None not in drawn
     assert len(set(drawn)) > 4
-    assert candidates.choose(top, [SampleSpec(1.0, 0, 1.0, 0.0, 0.5)] * 32) == [None] * 32
+    assert chosen([SampleSpec(1.0, 0, 1.0, 0.0, 0.5)] * 32) == [None] * 32
 
 
 def containers() -> None:

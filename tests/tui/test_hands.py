@@ -45,7 +45,7 @@ def test_the_machine_that_is_typed_is_seen(drive: Any) -> None:
         await d.press("f4")
         await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
         await d.press("m", *"rtx")
-        assert "rtx" in d.screen()
+        await d.until(lambda: "rtx" in d.screen())
         await d.press("enter", "space")
         await d.until(lambda: "rtx" in d.screen())
         line = next(line for line in d.screen().splitlines() if "ALPHA" in line)

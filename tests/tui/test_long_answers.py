@@ -146,9 +146,9 @@ def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
         await d.ask("go on")
         for theme in ("nord", "solarized-light"):
             d.app.theme = theme
-            primary = Color.parse(d.app.available_themes[theme].primary)
+            accent = Color.parse(d.app.available_themes[theme].accent or "")
             # The theme's own, or as little away from it as it takes to be read.
-            await d.until(lambda primary=primary: near(colour(), primary))  # type: ignore[misc]
+            await d.until(lambda accent=accent: near(colour(), accent))  # type: ignore[misc]
             assert d.app.theme == theme
 
     drive(play)

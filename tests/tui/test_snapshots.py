@@ -94,7 +94,9 @@ def picture(d: Driver) -> tuple[str, str]:
     # Most of the screen has the style of its last cell: it is left away at the ends of lines.
     legend = "\n".join(f"{mark} = {said.strip()}" for said, mark in letters.items())
     ground = looks[-1][-1]
-    text = re.sub(r"\d\d [A-Z][a-z]{2} 20\d\d, \d\d:\d\d", "26 Nov 2026, 10:00", "\n".join(t.rstrip() for t in texts))
+    text = re.sub(
+        r"\d\d [A-Z][a-z]{2} 20\d\d, \d\d:(?:\d\d|(…))", r"26 Nov 2026, 10:00\1", "\n".join(t.rstrip() for t in texts)
+    )
     return text, "\n".join(look.rstrip(ground) for look in looks) + f"\n{legend}"
 
 

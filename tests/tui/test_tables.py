@@ -19,6 +19,7 @@ from localllm_tui.control.keys import (
     APP,
     APPROVAL,
     CHAT,
+    COMPARE,
     COMPOSER,
     FILES,
     GLASS,
@@ -34,6 +35,7 @@ from localllm_tui.control.keys import (
 )
 from localllm_tui.control.session import Session
 from localllm_tui.screens.chat import ChatScreen
+from localllm_tui.screens.compare import CompareScreen
 from localllm_tui.screens.dialogs import GlassScreen, HelpScreen, ToolApproval
 from localllm_tui.screens.files import FilePicker
 from localllm_tui.screens.models import ModelsScreen
@@ -56,6 +58,7 @@ OWNERS: dict[str, type[App[None]] | type[Widget] | type[ConversationPicker]] = {
     MODELS: ModelsScreen,
     SLIDER: Slider,
     APPROVAL: ToolApproval,
+    COMPARE: CompareScreen,
 }
 
 

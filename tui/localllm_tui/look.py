@@ -23,6 +23,7 @@ class LookApp(App[T]):
     VerticalScroll, OptionList, Tree, TextArea, GlassPanel { scrollbar-size-vertical: 1; }
     Input { border: round $foreground 40%; background: transparent; }
     Input:focus { border: round $accent; }
+    Input.-textual-compact { border: none; height: 1; padding: 0; }
     Input > .input--placeholder { color: $hint; }
     OptionList > .option-list--option-highlighted, Tree > .tree--cursor { text-style: bold; }
     OptionList:ansi > .option-list--option-highlighted, Tree:ansi > .tree--cursor { background: $accent; color: ansi_black; }

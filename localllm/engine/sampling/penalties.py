@@ -147,7 +147,10 @@ class Penalties:
 def _add(row: Row, given: tuple[NDArray[np.int64], Row] | None) -> None:
     if given is not None:
         known = (given[0] >= 0) & (given[0] < len(row))
-        row[given[0][known]] += given[1][known]
+        at, added = given[0][known], given[1][known]
+        # What is forbidden stays so where a broken row has no bound.
+        with np.errstate(invalid="ignore"):
+            row[at] = np.where(added == -np.inf, added, row[at] + added)
 
 
 TokenBytes = Callable[[int], bytes]

@@ -63,7 +63,8 @@ def _errors_of(path: str) -> dict[str, Any]:
         forms.append("OllamaError")
     schema = {"anyOf": [{"$ref": f"#/components/schemas/{form}"} for form in forms]}
     content = {"application/json": {"schema": schema}}
-    return {code: {"description": text, "content": content} for code, text in _ERRORS.items()}
+    more = {"501": "the model can't do that at all"} if path.startswith("/v1/systemone") else {}
+    return {code: {"description": text, "content": content} for code, text in (_ERRORS | more).items()}
 
 
 def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, Any]:
