@@ -12,11 +12,11 @@ import argparse
 import asyncio
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import empty_home
 from benchmarks.typing_echo import Terminal
 from localllm.bench.stream import free_port
 from localllm.cli.chat.planning import PlanningProcess
@@ -86,10 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=5)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for kind in ("CONFIG", "DATA", "CACHE", "LOG"):
-            os.environ[f"LOCALLLM_{kind}_DIR"] = str(folder / kind.lower())
+    with empty_home() as folder:
         starts = sorted(first_paint_s(folder) for _ in range(given.starts))
         opened_s, held_s, idle_s = asyncio.run(open_and_plan(folder))
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")

@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,15 @@ from localllm.bench.stream import BenchTarget, Messages
 from localllm.errors import BackendError
 
 _READY_S, _STOPPED_S = 300.0, 30.0
+
+
+@contextlib.contextmanager
+def empty_home() -> Iterator[Path]:
+    """A folder that everything of localllm's lies in from now on: settings, conversations, caches and logs of nobody."""
+    with tempfile.TemporaryDirectory() as name:
+        for kind in ("CONFIG", "DATA", "CACHE", "LOG"):
+            os.environ[f"LOCALLLM_{kind}_DIR"] = str(Path(name) / kind.lower())
+        yield Path(name)
 
 
 @dataclass

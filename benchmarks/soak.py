@@ -21,7 +21,6 @@ import random
 import re
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ import httpx
 import psutil
 
 from benchmarks.models import serve_command, smollm2
-from benchmarks.processes import Server
+from benchmarks.processes import Server, empty_home
 from benchmarks.reference_cache import ReferenceCache
 from benchmarks.soak_mix import Ask, Ended, Events, draw, flowing, send, unique
 from benchmarks.soak_reuse import Budgets, Reuse, measured
@@ -268,9 +267,7 @@ def main() -> None:
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     port, report = free_port(), Report()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("CONFIG", "DATA", "CACHE", "LOG"):
-            os.environ[f"LOCALLLM_{name}_DIR"] = str(Path(folder) / name.lower())
+    with empty_home() as folder:
         for name, n_bytes in (("RAM", _MEMORY_BYTES), ("DISK", _DISK_BYTES)):
             os.environ[f"LOCALLLM_CACHE_{name}_GB"] = str(n_bytes / 1e9)
         model = str(arguments.model or smollm2())
@@ -278,7 +275,7 @@ def main() -> None:
         server = Server("localllm", command, port)
         server.start()
         try:
-            asyncio.run(run(server, arguments, Path(folder) / "cache" / "prefixes", report))
+            asyncio.run(run(server, arguments, folder / "cache" / "prefixes", report))
         finally:
             server.stop()
             # Cut short, it still says what it saw.

@@ -20,7 +20,6 @@ import select
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.models import serve_command, smollm2
-from benchmarks.processes import Server
+from benchmarks.processes import Server, empty_home
 from localllm.bench.stream import free_port
 
 BAR_MS = 30.0
@@ -169,10 +168,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--every", type=float, default=0.12)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for kind in ("CONFIG", "DATA", "CACHE", "LOG"):
-            os.environ[f"LOCALLLM_{kind}_DIR"] = str(folder / kind.lower())
+    with empty_home() as folder:
         port = free_port()
         server = Server("localllm", serve_command(smollm2(), port, "--quiet", "--parallel", str(given.streams)), port)
         server.start()
