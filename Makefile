@@ -28,8 +28,8 @@ JOBS ?= 2
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
 
-test-long: $(VENV)/.dev ## run the tests that are too long for every run (about ten minutes)
-	$(BIN)/python -m pytest -m long $(ARGS)
+test-long: $(VENV)/.dev ## run the tests that are too long for every run, and new examples of the others
+	LOCALLLM_TEST_EXAMPLES=new $(BIN)/python -m pytest -m "long or hypothesis" $(ARGS)
 
 test-oldest: ## run the tests on the oldest versions of every dependency we claim to support
 	@PYTHON="$(or $(PYTHON_OLDEST),python3.11)" sh packaging/test-oldest.sh $(ARGS)

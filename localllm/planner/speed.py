@@ -199,15 +199,17 @@ def _over_cards(
 
 
 def _divided_weights(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
-    """Seconds of reading the share of the weights that lies there."""
-    return (terms.weights_s * share.dense + terms.routed_s * share.experts) * terms.mixture_factor
+    """Seconds of reading the share of the weights that lies there, and the states of the layers computed there."""
+    weights = (terms.weights_s * share.dense + terms.routed_s * share.experts) * terms.mixture_factor
+    return weights + terms.state_s * share.layers
 
 
 def _divided_fixed(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
-    """Seconds of launches, routing and unpacking of the layers that are computed there."""
+    """Seconds of launches, routing, unpacking and further sequences of the layers that are computed there."""
     layers = (terms.layers_s + terms.recurrent_s) * share.layers
     unpacked = terms.unpacked_s * share.dense + terms.routed_unpacked_s * share.experts
-    return (layers + unpacked + terms.experts_s * share.experts) * terms.mixture_factor
+    core = (layers + unpacked + terms.experts_s * share.experts) * terms.mixture_factor
+    return core + terms.further_s * share.layers
 
 
 def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_cost.Hardware:

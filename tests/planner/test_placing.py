@@ -17,10 +17,10 @@ from localllm.device.named import resolve
 from localllm.device.types import Device, Figure
 from localllm.planner import explain, memory, places, placing, speed
 from localllm.planner.placing import OffloadOptions
-from localllm.planner.plan import Overrides, max_context, plan_for
+from localllm.planner.plan import Overrides, max_context, plan_for, typical
 from localllm.planner.serialise import plan_to_json
 from localllm.planner.speed import Measured
-from localllm.planner.types import RunSettings, Workload
+from localllm.planner.types import USUAL, RunSettings, Workload
 from localllm_backends.placement import Placement
 from localllm_catalog import catalog, from_gguf, gguf
 from localllm_catalog.types import Model, Variant
@@ -185,6 +185,18 @@ def test_two_cards_are_never_slower_than_one_that_holds_it(a: str, b: str, m: Mo
         if alone.fits != "no":
             assert both.fits != "no"
             assert both.decode_tok_s.value >= alone.decode_tok_s.value
+
+
+@pytest.mark.parametrize("card", CARDS[::5])
+def test_what_lies_in_slower_memory_makes_no_answer_faster(card: str) -> None:
+    """Recurrent states and further sequences count whether or not a model is divided."""
+    device = resolve(f"{card} + 64GB DDR5")
+    for m in [m for m in SOME if m.experts is not None][::3]:
+        v = typical([v for v in m.variants if v.format == "gguf"])
+        for n in (1, 8):
+            runs = [USUAL.placed(experts_on_host=left) for left in (0, 1, 4)]
+            rates = [speed.decode(device, m, v, run, n_sequences=n).value for run in runs]
+            assert rates == sorted(rates, reverse=True), (m.id, n, rates)
 
 
 def test_what_somebody_insists_on_is_done() -> None:
