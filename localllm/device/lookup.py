@@ -30,7 +30,7 @@ _NICKNAMES = {
     "890m": "ryzen ai 9 hx 370", "a6000 ada": "rtx 6000 ada generation", "rtx a6000 ada": "rtx 6000 ada generation",
     "gmktec evo x2 395": "ryzen ai max+ 395", "bosgame m5": "ryzen ai max+ 395", "beelink gtr9": "ryzen ai max+ 395",
     "hp z2 mini g1a": "ryzen ai max+ 395", "steamdeck": "steam deck", "steam deck lcd": "steam deck",
-    "gx10": "asus ascent gx10",
+    "gx10": "asus ascent gx10", "rpi 5": "raspberry pi 5",
 }  # fmt: skip
 
 

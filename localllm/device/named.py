@@ -79,7 +79,10 @@ def resolve(name: str, *, memory_gb: float | None = None, bandwidth_gbps: float 
                 )
         one = _simulate(chosen, gb, findings, given_memory=given, bandwidth_gbps=bandwidth_gbps)
         if part.count > 1 and one.kind != "discrete":
-            raise UsageError(f"{one.name} is a whole machine: a plan runs on one of them")
+            raise UsageError(
+                f"{one.name} is a whole machine, and this plans for one of them",
+                hint=f'several, connected: localllm recommend -m MODEL --device "{name}"',
+            )
         devices += [one] * part.count
     if several and any(device.kind == "discrete" for device in devices):  # graphics of a processor beside cards
         devices = [d for d in devices if d.kind == "discrete" or d.accelerator in ("metal", "cuda")]
@@ -124,7 +127,7 @@ def _read(name: str) -> _Computer:
 # Words for a computer that say nothing of it.
 _ANY_COMPUTER = {
     "laptop", "desktop", "pc", "computer", "machine", "box", "old", "new", "my", "office", "gaming", "home", "cheap", "x86", "cpu",
-    "only", "windows", "linux",
+    "only", "windows", "linux", "no", "without", "card", "any",
 }  # fmt: skip
 _USUAL_PROCESSOR = Processor("computer", "", 4, 2, ("DDR4-3200",), "AVX2", "assumed: four cores, two channels", ())
 
@@ -145,7 +148,9 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
         names = ", ".join(longer[:4])
         hint = f"say which, if it is one of {names}; else describe it: --memory GB --bandwidth GBPS"
         return DeviceNotFoundError(f"{text!r} is not in the table by itself, but {names}", hint=hint, param="device")
-    hint = f"did you mean {', '.join(lookup.nearest(text))}? Or describe it: --memory GB --bandwidth GBPS"
+    hint = f"did you mean {', '.join(lookup.nearest(part.text))}? Or describe it: --memory GB --bandwidth GBPS"
+    if re.search(r"\b(?:i?mac|macbook)\b", text.lower()):
+        hint = 'name its chip, as "About This Mac" does: "M4 16GB", "M3 Pro 36GB"; one with an Intel processor by that'
     return DeviceNotFoundError(f"no device called {text!r} is in the table", hint=hint, param="device")
 
 
@@ -162,7 +167,7 @@ def _own_size(rows: tuple[DeviceRow, ...], part: Typed, computer: _Computer) -> 
     if rows[0].kind != "discrete":
         return part.memory_gb or (computer.ram.size_gb if computer.ram else None)
     sold = {size for row in rows for size in row.memory_gb}
-    may = sold | {_MODDED * size for size in sold}
+    may = sold | ({_MODDED * size for size in sold} if "laptop" not in part.words else set())
     own = next((size for size in part.sizes_gb if size in sold), None)
     own = own or next((size for size in part.sizes_gb if size in may or not sold), None)
     for size in part.sizes_gb:

@@ -6,6 +6,7 @@ drivers, shops and PCI lists call a laptop's part is one word.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ def split(name: str) -> list[str]:
     parts: list[str] = []
     for part in filter(None, map(str.strip, _JOINED.split(text))):
         # "Mac Studio with M2 Ultra": what has no number is no part of its own.
-        if parts and not re.search(r"[0-9]", parts[-1]):
+        if parts and not re.search(r"[0-9]|\btitan|\bvii\b", parts[-1], re.I):
             part = f"{parts.pop()} {part}"
         parts.append(part)
     return parts
@@ -76,7 +77,7 @@ _JOINED = re.compile(
 )
 
 # "24g" and "24gb"; a number of four digits with a "G" is a part's (Ryzen 7 5750G).
-_SIZE = r"([0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb)))\s*(gb|gib|g|tb)\b"
+_SIZE = r"([0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb|mib)))\s*(gb|gib|g|tb|mib)\b"
 _KIND = r"(lpddr[3-5]x?|ddr[2-5])"
 _RATE = r"(?:[\s-]*([0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*g))"
 _RAM = [
@@ -99,6 +100,7 @@ def read(part: str) -> Typed:
     """One part taken apart."""
     text = re.sub(r"\((?:tm|r|c)\)|™|®|\bup to\b", " ", part.lower().strip())
     text = re.sub(r"\b(?:unified memory|vram)\b", " vram ", text)
+    text = re.sub(r"\b(rtx|gtx|rx)(?=[0-9]{1,3}\s*gb)", r"\1 ", text)
     whole = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
     count, text = _counted(text)
     channels = 0
@@ -122,6 +124,10 @@ def read(part: str) -> Typed:
 
 
 def _gigabytes(number: str, unit: str) -> float:
+    """GB as sold. Of MiB, as drivers print them, a part is not shown: 32607 are 32, 23034 are 24."""
+    if unit == "mib":
+        shown = float(number) / 1024
+        return shown if shown.is_integer() else math.ceil(shown / 2) * 2
     return float(number) * (1024 if unit.startswith("t") else 1)
 
 
@@ -184,14 +190,14 @@ _MAX_Q_MEANS_LAPTOP = re.compile(r"\b[345]0[5-9]0\b")
 IGNORED = {
     "nvidia", "amd", "intel", "apple", "qualcomm", "geforce", "radeon", "gpu", "gpus", "graphics", "the", "a", "with", "w",
     "edition", "chip", "tesla", "unified", "memory", "ram", "vram", "developer", "kit", "devkit", "instinct", "founders",
-    "generation", "design", "mac", "macbook", "mini", "imac", "air", "core", "channel",
+    "generation", "design", "mac", "macbook", "mini", "imac", "air", "core", "channel", "nvlink", "sli",
 }  # fmt: skip
 # Words of which one more or less is another part.
 SUFFIXES = {
     "ti", "super", "xt", "xtx", "gre", "d", "v2", "laptop", "maxq", "max", "pro", "plus", "ultra", "ada", "server", "orin",
     "xavier", "agx", "nx", "nano", "thor", "pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl", "quadro", "lite", "le",
     "hbm2", "hbm3", "mig", "gddr5", "gddr6", "gddr6x", "mini", "go", "extreme", "elite", "blackwell", "turing",
-    "ampere", "titan", "ipad", "iphone",
+    "ampere", "titan", "ipad", "iphone", "raspberry",
 }  # fmt: skip
 # The same chip on another board or with more memory: the size tells which.
 FORMS = {"pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl"}
