@@ -29,11 +29,11 @@ def page(runs: Sequence[Run], model: str, command: str) -> str:
     first = [
         "# Benchmarks",
         "",
-        "How `localllm serve` compares with what people run otherwise. The servers run side by side on one machine and are "
-        "measured in turn, round by round, so that whatever else the machine does falls on all of them; each ratio is the "
+        "How `localllm serve` compares with what people run otherwise. The servers run side by side on one machine. They are "
+        "measured in turn, round by round, so that whatever else the machine does falls on all of them. Each ratio is the "
         "median of the rounds' own ratios, with the smallest and the largest beside it. Tokens are counted by the client.",
         "",
-        f"Measured {datetime.date.today().isoformat()} with `{command}`; `localllm bench --against URL` does the same "
+        f"Measured {datetime.date.today().isoformat()} with `{command}`. `localllm bench --against URL` does the same "
         "with any server of yours.",
         "",
         "## Machine and versions",

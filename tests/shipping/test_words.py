@@ -37,13 +37,12 @@ def n_words(sentence: str) -> int:
     return len(re.findall(r"[\w'’-]+", sentence))
 
 
-@pytest.mark.parametrize("page", [README, *GUIDES], ids=lambda page: page.name)
-def test_a_guide_is_read_once(page: Path) -> None:
-    """Bars: half of its sentences have 18 words at most, none more than 40."""
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_read_once(page: Path) -> None:
+    """Bars: no sentence has more than 40 words; in a guide, half of them have 18 at most."""
     counted = {sentence: n_words(sentence) for sentence in sentences(page)}
-    assert counted
     assert [sentence for sentence, n in counted.items() if n > 40] == []
-    assert median(counted.values()) <= 18
+    assert page not in (README, *GUIDES) or median(counted.values()) <= 18
 
 
 def not_said() -> dict[str, str]:
@@ -53,7 +52,7 @@ def not_said() -> dict[str, str]:
     return {banned: said for banned, said in rows if banned not in ("not", "---")}
 
 
-@pytest.mark.parametrize("page", [README, *GUIDES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "glossary.md"], ids=lambda page: page.name)
 def test_the_fields_words_are_used(page: Path) -> None:
     text = " ".join(sentences(page))
     assert len(not_said()) > 10
