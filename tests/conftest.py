@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,10 +40,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A new folder of a user at each turn. (`mktemp` looks through all that there are: ten thousand by the end.)"""
+    above = tmp_path_factory.mktemp("users")
+    return (above / str(n) for n in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_directories(users: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's own files."""
-    root = tmp_path_factory.mktemp("user")
+    root = next(users)
+    root.mkdir()
     for name in ("CONFIG", "DATA", "CACHE", "LOG"):
         monkeypatch.setenv(f"LOCALLLM_{name}_DIR", str(root / name.lower()))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -26,6 +26,7 @@ def test_agents_that_take_turns_find_what_lru_over_all_places_would_hold(memory_
     assert reuse.lru < 0.99, "too little to lose: this would show nothing"
 
 
+@pytest.mark.long
 def test_a_disk_smaller_than_the_context_adds_what_the_context_does_not_hold() -> None:
     lines = interleaved(sessions(), 3)
     without, beside = compare(lines, 1, 0, N_CTX), compare(lines, 1, 4, N_CTX)

@@ -48,7 +48,7 @@ def fuzz(n: int, seed: int) -> tuple[int, int]:
     read = refused = 0
     for _ in range(n):
         data = mutated(rng)
-        started = time.monotonic()
+        started = time.process_time()
         try:
             picture = decode(data)
         except ImageError:
@@ -56,7 +56,7 @@ def fuzz(n: int, seed: int) -> tuple[int, int]:
         else:
             assert len(picture.data) == 3 * picture.width * picture.height <= 3 * MOST_PIXELS
             read += 1
-        assert time.monotonic() - started < 10
+        assert time.process_time() - started < 10
     return read, refused
 
 

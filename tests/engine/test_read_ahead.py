@@ -107,7 +107,7 @@ def test_a_stream_has_every_token_while_the_disk_is_asked(tmp_path: Path, shape:
     outcome.take(engine.submit(ask("again", prompt), prompt))
     for _ in range(40):
         outcome.take(advance(engine))
-    assert disk.asked.wait(10)
+    assert disk.asked.wait(60)
     assert len(outcome.tokens["stream"]) == 40
     assert "again" not in outcome.tokens
     disk.let.set()
@@ -127,7 +127,7 @@ def test_a_disk_that_hangs_is_not_waited_for_longer_than_computing_takes(
     outcome = Outcome()
     outcome.take(engine.submit(ask("again", prompt), prompt))
     engine.step()
-    assert disk.asked.wait(10)
+    assert disk.asked.wait(60)
     now[0] = 1000.0
     finish(engine, outcome)
     assert outcome.tokens["again"] == alone(prompt)
@@ -188,7 +188,7 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(tmp_path: Path, d
     said = len(outcome.tokens["runs"])
     for _ in range(20):
         outcome.take(advance(engine))
-    assert disk.asked.wait(10)
+    assert disk.asked.wait(60)
     assert len(outcome.tokens["runs"]) == said + 20
     assert "parts" not in outcome.tokens
     disk.let.set()

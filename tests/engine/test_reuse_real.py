@@ -259,7 +259,6 @@ def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: P
 
 
 @pytest.mark.parametrize(("rules", "titles"), [(40, False), (75, False), (75, True)])
-@pytest.mark.parametrize("model", ["smollm2", "gemma"], indirect=True)
 def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(
     model: Model, rules: int, titles: bool, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ def test_headers_that_trickle_behind_a_first_request_are_cut_off_too() -> None:
         running_server({"tiny": ScriptedEngine()}, header_timeout_s=0.3) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
     ):
-        s.settimeout(5)
+        s.settimeout(30)
         s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         _read_health(s)
         s.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
@@ -36,7 +36,7 @@ def test_a_connection_may_rest_between_requests() -> None:
         socket.create_connection(("127.0.0.1", server.port)) as s,
     ):
         for _ in range(2):
-            s.settimeout(5)
+            s.settimeout(30)
             s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             _read_health(s)
             s.settimeout(0.6)

@@ -131,7 +131,7 @@ def test_a_worker_that_dies_while_nobody_asks_costs_the_next_request_nothing(
         assert worker is not None
         os.kill(worker.pid, signal.SIGKILL)
         if noticed:
-            until(lambda worker=worker: not worker.alive, "its end is not noticed", timeout_s=10)
+            until(lambda worker=worker: not worker.alive, "its end is not noticed")
         assert _ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
@@ -142,12 +142,12 @@ def test_a_worker_that_dies_while_nobody_asks_is_there_again_before_anybody_does
         worker = supervisor.client
         assert worker is not None
         os.kill(worker.pid, signal.SIGKILL)
-        until(lambda: not worker.alive, "its end is not noticed", timeout_s=10)
+        until(lambda: not worker.alive, "its end is not noticed")
 
     _ask(client, max_tokens=1)
     loads = supervisor.loads
     end_it()
-    until(lambda: supervisor.loads == loads + 1, "the model is not loaded again", timeout_s=20)
+    until(lambda: supervisor.loads == loads + 1, "the model is not loaded again")
     # One that ends again before it has answered anything is left to the next request: it may be the file, or the memory.
     end_it()
     assert _ask(client, max_tokens=2).usage.completion_tokens == 2

@@ -58,6 +58,7 @@ def test_every_request_of_a_mix_with_disconnects_is_accounted_for(server: Runnin
     assert report.left_running == 0
 
 
+@pytest.mark.long
 def test_whenever_the_worker_is_killed_its_requests_end_soon(server: Running) -> None:
     report, rng = Report(), random.Random(7)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,12 +66,6 @@ def test_it_answers_about_itself_and_requests_wait(smollm2: Path, tiny_model: Pa
         assert health.json()["error"] == {"code": 503, "message": "LoadProgress model", "type": "unavailable_error"}
         states = {m["id"]: m["status"]["value"] for m in http.get("/v1/models").json()["data"]}
         assert states == {"slow": "loading", "quick": "unloaded"}
-
-        began = time.monotonic()
-        for _ in range(20):
-            http.get("/health")
-            http.get("/v1/models")
-        assert (time.monotonic() - began) / 40 < 0.1
 
         body = {"model": "slow", "messages": HI, "max_tokens": 4, "temperature": 0}
         whole = pool.submit(http.post, "/v1/chat/completions", json=body)

@@ -430,7 +430,8 @@ def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for
     assert any("--keep" in sentence for sentence in said) == (not taken)
 
 
-@pytest.mark.parametrize(("now", "taken"), [(0.01, False), pytest.param(0.0, True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("now", "taken"), [(0.01, False), (0.0, True)])
 def test_another_release_is_held_against_what_runs_on_the_processor_too(
     now: float, taken: bool, tiny_model: Path
 ) -> None:

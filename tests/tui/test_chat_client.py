@@ -147,7 +147,7 @@ def test_closing_the_stream_closes_the_connection(server: ScriptedServer) -> Non
             assert await anext(stream) == TextDelta("a")
 
     asyncio.run(main())
-    assert until_gone.gone.wait(10)
+    assert until_gone.gone.wait(60)
 
 
 def test_a_proxy_in_the_environment_is_not_used(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tui.scripted_sse import Finish, Gate, Refuse, Say, ScriptedServer
 from tui.test_chat_command import CHILD, Terminal
 
 pytest.importorskip("prompt_toolkit")
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 
 
 class Window(Protocol):

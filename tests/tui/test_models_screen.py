@@ -135,7 +135,7 @@ def _ended(pull: Any) -> bool:
 
     for thread in threading.enumerate():
         if thread.name == f"pull {pull.ref}":
-            thread.join(10)
+            thread.join(60)
     return bool(pull.ended)
 
 
