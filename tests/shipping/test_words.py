@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from localllm import paths
 from localllm.cli.all_commands import app
 from localllm.settings import Settings
+from localllm_catalog import catalog
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -37,12 +38,25 @@ def n_words(sentence: str) -> int:
     return len(re.findall(r"[\w'’-]+", sentence))
 
 
+def cells(page: Path) -> Iterator[str]:
+    for line in re.findall(r"^\|(.*)\|$", re.sub(r"`[^`]*`", "code", page.read_text("utf-8")), re.M):
+        yield from re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).split("|")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_is_read_once(page: Path) -> None:
     """Bars: no sentence has more than 40 words; in a guide, half of them have 18 at most."""
     counted = {sentence: n_words(sentence) for sentence in sentences(page)}
     assert [sentence for sentence, n in counted.items() if n > 40] == []
+    assert [cell for cell in cells(page) if n_words(cell) > 40] == []
     assert page not in (README, *GUIDES) or median(counted.values()) <= 18
+
+
+def test_a_change_is_told_in_two_sentences() -> None:
+    entries = re.findall(r"^\* .*(?:\n  .*)*", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert len(entries) > 50
+    told = {entry: re.split(r"(?<=[.!?])\s+", re.sub(r"`[^`]*`", "code", entry)) for entry in entries}
+    assert [entry for entry, parts in told.items() if len(parts) > 2 or sum(map(n_words, parts)) > 40] == []
 
 
 def not_said() -> dict[str, str]:
@@ -70,6 +84,35 @@ def test_every_page_is_two_links_away() -> None:
     second = set().union(*(linked(page) for page in first))
     assert set(GUIDES) <= first
     assert {page for page in PAGES if page.name != "README.md"} <= first | second
+
+
+PACKAGES = ["localllm", "backends", "model_catalog", "tui"]
+CODE = ["", "localllm", "localllm/server", "localllm/cli", "localllm/device", "localllm/setup", "localllm/engine"]
+CODE += ["backends", "backends/localllm_backends", "model_catalog/localllm_catalog", "tui/localllm_tui"]
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "extending.md", "glossary.md"])
+def test_what_is_said_of_the_code_is_there(name: str) -> None:
+    """Every file, folder and class that a page about the code names."""
+    told = re.findall(r"`([\w./*-]+|[A-Z]\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text("utf-8"))
+    files = {word for word in told if re.search(r"/|\.(py|toml)$", word) and not word.startswith("python -m")}
+    assert [
+        file for file in sorted(files) if "FAMILY" not in file and not any([*(ROOT / root).glob(file)] for root in CODE)
+    ] == []
+    code = "\n".join(path.read_text("utf-8") for root in PACKAGES for path in (ROOT / root).rglob("*.py"))
+    classes = {word.partition(".")[0] for word in told if re.match(r"[A-Z][a-z]+[A-Za-z.]*$", word)}
+    assert [
+        word for word in sorted(classes) if not re.search(rf"^(?:class|type) {word}\b|^{word} = ", code, re.M)
+    ] == []
+
+
+def test_what_is_counted_is_counted() -> None:
+    models = catalog.load()
+    variants = sum(len(model.variants) for model in models.models)
+    assert f"{len(models.models)} models of" in (ROOT / "docs" / "catalog.md").read_text("utf-8")
+    assert f"with {variants} downloadable variants" in (ROOT / "docs" / "catalog.md").read_text("utf-8")
+    parts = len(tomllib.loads((ROOT / "localllm" / "device" / "devices.toml").read_text("utf-8"))["device"])
+    assert f"devices.toml`: {parts} parts" in (ROOT / "docs" / "devices.md").read_text("utf-8")
 
 
 def settings_shown() -> Iterator[tuple[str, str]]:
