@@ -24,7 +24,8 @@ Value = str | int | float | bool | tuple[str, ...] | None
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One setting. `kind` parses text; `choices` limits it; the default None means "automatic". `many`: the value is a tuple
-    of texts, given as a list, or as one text with commas between them. A number is 0 or more unless it is `signed`, and never infinite."""
+    of texts, given as a list, or as one text with commas between them. A number is 0 or more unless it is `signed`, and never infinite;
+    a `percent` is 1 to 100, with or without its sign."""
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
@@ -33,6 +34,7 @@ class Setting:
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     many: bool = False
     signed: bool = False
+    percent: bool = False
 
     @property
     def env(self) -> str:
@@ -101,6 +103,13 @@ TABLE: tuple[Setting, ...] = (
         float,
         20.0,
         "ms between two tokens that a prompt read beside may cause on a GPU, or two steps if that is longer",
+    ),
+    Setting(
+        "power",
+        float,
+        100.0,
+        "% of the time that is computed in; below 100 it rests after each step (heat, noise, battery)",
+        percent=True,
     ),
     Setting("parallel", int, 8, "requests served at the same time; more wait in the queue"),
     Setting(
@@ -232,8 +241,11 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
         if setting.kind is bool and isinstance(value, str):
             parsed = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
         else:
-            parsed = setting.kind(value)
+            sign = "%" if setting.percent and isinstance(value, str) else ""
+            parsed = setting.kind(value.removesuffix(sign) if sign else value)
         if setting.kind in (int, float) and not _is_size(float(str(parsed)), signed=setting.signed):
+            raise ValueError
+        if setting.percent and not 1 <= float(str(parsed)) <= 100:
             raise ValueError
     except (TypeError, ValueError, KeyError, OverflowError):
         raise UsageError(f"{setting.name} in {where} must be {_kind(setting)}, not {value!r}") from None
@@ -247,6 +259,8 @@ def _is_size(value: float, *, signed: bool) -> bool:
 
 
 def _kind(setting: Setting) -> str:
+    if setting.percent:
+        return "a percentage of 1 to 100"
     least = " of 0 or more" if setting.kind in (int, float) and not setting.signed else ""
     return _KINDS[setting.kind] + least
 

@@ -30,13 +30,19 @@ def test_a_flag_nobody_gave_is_not_a_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", ["port = 'many'\n", "kv_type = 'q3'\n", "prot = 1\n", "port = \n", "offline = 'perhaps'\n"]
-)
+    "config",
+    ["port = 'many'\n", "kv_type = 'q3'\n", "prot = 1\n", "port = \n", "offline = 'perhaps'\n",
+     "power = 0\n", "power = 101\n", "power = 'half'\n", "port = '80%'\n"],
+)  # fmt: skip
 def test_what_is_wrong_in_config_is_said(config: str) -> None:
     write_config(config)
     with pytest.raises(UsageError) as caught:
         Settings()
     assert "config.toml" in caught.value.message
+
+
+def test_a_percentage_may_have_its_sign() -> None:
+    assert {Settings({"power": said}).value("power") for said in ("60%", "60", 60, 60.0)} == {60.0}
 
 
 def test_every_setting_has_help_and_its_default_is_allowed() -> None:

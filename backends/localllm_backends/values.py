@@ -36,7 +36,7 @@ class LoadSpec:
     either is left out instead where it is `drafter_optional`, which a note says. `placement` says where
     layers, experts and KV lie (LoadError where the engine can't place it so). `projector` is the file of the image
     projector beside the model ("": images are not wanted; LoadError where it is of no use to this model). `wired`: weights may
-    be wired down in memory that a GPU shares with everything else.
+    be wired down in memory that a GPU shares with everything else. `looks_ahead`: a step may be begun before it is asked for.
     """
 
     path: str
@@ -56,6 +56,7 @@ class LoadSpec:
     placement: Placement = field(default_factory=Placement)
     projector: str = ""
     wired: bool = True
+    looks_ahead: bool = True
 
     @property
     def n_gpu_layers(self) -> int:

@@ -54,7 +54,8 @@ class EngineSettings:
     than that to read are read in slices while others decode, where the backend can (0: never). `kv_evidence_dir`: where
     what KV types cost in precision is kept once it is measured, and how drafters fared (None: it isn't).
     `gives_way`: decode takes fewer threads while other programs want the processors. `gap_s`: how long streams on
-    a device may wait for their next token while a prompt is read beside them, or two of their steps if that is longer."""
+    a device may wait for their next token while a prompt is read beside them, or two of their steps if that is longer. `power`: the
+    share of the time that is computed in; for the rest of it the engine waits behind each step."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30
@@ -71,6 +72,7 @@ class EngineSettings:
     kv_evidence_dir: str | None = None
     gives_way: bool = False
     gap_s: float = 0.02
+    power: float = 1.0
 
 
 @dataclass
@@ -87,10 +89,8 @@ class Engine:
     def __post_init__(self) -> None:
         wanted = self.settings
         limits = wanted.disk_bytes, wanted.disk_free_bytes, wanted.disk_daily_bytes
-        kv = KvStore(
-            self.backend, wanted.cache_bytes, tier_of(self.backend, wanted.disk_dir, limits, wanted.model_name)
-        )
-        self.pool = SequencePool(self.backend, kv)
+        disk = tier_of(self.backend, wanted.disk_dir, limits, wanted.model_name)
+        self.pool = SequencePool(self.backend, kv := KvStore(self.backend, wanted.cache_bytes, disk))
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
         kept = self.settings.kv_evidence_dir
@@ -102,9 +102,10 @@ class Engine:
         self._sizer = ChunkSizer(self.backend.info.n_batch, on_device=on_device, gap_s=wanted.gap_s)
         kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
-        self._worked_s = self._step_began_s = self.clock()
+        self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
         self._stalled, self._housekeeping, self._after = False, True, False
-        self._overlaps = self.backend.capabilities.asynchronous
+        # Nothing that is known waits for a rest to be over.
+        self._overlaps = self.backend.capabilities.asynchronous and wanted.power >= 1.0
         self._observed: tuple[list[Grant], float, int, int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
         shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
@@ -130,8 +131,7 @@ class Engine:
 
     def _make_guard(self) -> MemoryGuard:
         system, headroom = SystemMemory(), self.settings.headroom_bytes
-        if headroom is None:
-            headroom = headroom_bytes(system.total_bytes)
+        headroom = headroom_bytes(system.total_bytes) if headroom is None else headroom
         if self.available is not None:
             return MemoryGuard(self.available, headroom)
         return MemoryGuard(system.available_bytes, headroom, system.pressure)
@@ -214,6 +214,7 @@ class Engine:
     def step(self, tell: Callable[[list[Event]], None] | None = None) -> list[Event]:
         """One sweep over the weights for everybody who can use it. Returns what happened, or `tell`s it as soon as it is
         known, before what can be done while somebody reads it, and returns the rest."""
+        began_s = self.clock()
         self._receive()
         self._admit()
         grants = self._schedule()
@@ -221,6 +222,7 @@ class Engine:
         self._afterwards(tell)
         if self._process(grants, result) and not (self._overlaps and self.has_work):
             self._afterwards(tell)
+        self._rests_until_s = (now := self.clock()) + (now - began_s) * (1.0 / self.settings.power - 1.0)
         return self.jobs.drain()
 
     @property
@@ -232,7 +234,7 @@ class Engine:
     def rest_s(self) -> float:
         """How long its owner may wait for a message before it calls `step` or `idle` again, in seconds."""
         if self.has_work:
-            return 0.0
+            return max(0.0, self._rests_until_s - self.clock())
         if self._housekeeping:
             return max(0.0, IDLE_GRACE_S - (self.clock() - self._worked_s)) if self._takes_grace else 0.0
         return WRITING_S if self.pool.waiting else MEMORY_LOOK_S
@@ -303,9 +305,7 @@ class Engine:
 
     def _process(self, grants: list[Grant], result: StepResult | None) -> bool:
         """Everybody's next tokens from what came out; False where there was a step and nothing came."""
-        if result is not None and not self._advance_requests(grants, result):
-            return False
-        if grants and result is None:
+        if grants and (result is None or not self._advance_requests(grants, result)):
             return False
         awaits = self._admission.awaits_disk or (self._images is not None and self._images.waiting)
         self._stalled = not grants and not self.prefill.busy and (awaits or self.jobs.compiling_alone)
@@ -470,6 +470,7 @@ class Engine:
             "restored_tokens": self.pool.restored_tokens,
             "lost_blocks": kv.lost_blocks,
             "prefill_chunk": self._sizer.chunk,
+            "power_share": self.settings.power,
             "decode_threads_most": self._throttle.threads,
             **(kv.disk.snapshot() if kv.disk else NO_DISK),
             **(self._images.encoder.snapshot() if self._images else {}),

@@ -33,11 +33,13 @@ class ScriptedModelService:
         self.removed: list[str] = []
         self.go_on = threading.Semaphore(0)
         self.fails: LocalLLMError | None = None
+        self.gate: threading.Event | None = None  # what planning waits for
 
     def plan(self, request: PlanRequest) -> PlanList:
         if request.machine == "nonsense":
             raise UsageError("no machine of that name")
         self.requests.append(request)
+        assert self.gate is None or self.gate.wait(60)
         fitting = self.choices[: max(1, len(self.choices) - request.context // 65536)]
         machine = request.machine or "this machine"
         too_large = len(self.choices) - len(fitting)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.cli.chat.own_server import background_server
+from localllm.device.probes.power import PowerUse
 from localllm_tui.control.client import AnswerDone, AnswerTimings, AnswerUsage, ChatClient
 from localllm_tui.control.meter import PACES, AnswerMeter
 from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, headline, panel_lines, sparkline
@@ -106,6 +107,36 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         await d.until(lambda: "EACH TOKEN READS" not in d.screen())
 
     drive(play, size=size)
+
+
+class Meter:
+    """Says two joules a token; nothing before it is left."""
+
+    def __init__(self) -> None:
+        self.use: PowerUse | None = None
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.use = PowerUse(202.0, 5.0, "a meter")
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_the_panel_tells_of_energy_and_pace_where_they_are_known(
+    drive: Any, server: ScriptedServer, says: bool
+) -> None:
+    server.models = [{**MODELS[0], "physics": {**PHYSICS, "power": 0.6}}] if says else MODELS
+    server.play(Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS))
+
+    async def play(d: Driver) -> None:
+        await d.press("f3")
+        await d.ask("how much?")
+        await d.until(lambda: "THIS ANSWER" in d.screen() and "planned" in d.screen())
+        assert ("2.00 J a token, 40 W" in d.screen()) is says
+        assert ("paced to      60% of the time" in d.screen()) is says
+
+    drive(play, size=(120, 40), energy=Meter if says else None)
 
 
 def test_the_status_line_fits_itself_whenever_its_room_changes(drive: Any, server: ScriptedServer) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import pytest
 from textual.color import Color
 from textual.theme import BUILTIN_THEMES
 
+from localllm.plain_output import only_plain
 from localllm_tui.control.formatting import fitted
-from localllm_tui.control.terminal import is_light
+from localllm_tui.control.terminal import ask_background, is_light
 from localllm_tui.widgets.code import STYLES, palette
 from localllm_tui.widgets.contrast import READABLE, contrast, readable, readable_tokens
 from localllm_tui.widgets.markdown import MarkdownRows
@@ -57,6 +60,26 @@ def test_a_light_terminal_says_so(said: str, light: bool) -> None:
     assert is_light(said) is light
 
 
+def test_the_terminal_is_asked_while_other_things_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own words, though what commands print has no control characters; what is typed meanwhile is kept, and not echoed."""
+    termios = pytest.importorskip("termios")
+    master, slave = os.openpty()
+    before = termios.tcgetattr(slave)
+    with open(slave, encoding="utf-8", closefd=False) as keyboard, open(slave, "w", encoding="utf-8") as screen:
+        monkeypatch.setattr(sys, "__stdin__", keyboard)
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setenv("TERM", "xterm")
+        with only_plain():
+            question = ask_background()
+            assert os.read(master, 100) == b"\x1b]11;?\x07\x1b[c"
+            os.write(master, b"hel\x1b]11;rgb:ffff/ffff/ffff\x07lo\x1b[?62;c")
+            said, typed = question.answer()
+        assert (is_light(said), typed) == (True, "hello")
+        assert question.answer() == (said, typed)
+        assert termios.tcgetattr(slave) == before
+    os.close(master)
+
+
 def test_sixteen_colours_are_the_terminals_own(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("COLORTERM", raising=False)
@@ -98,7 +121,7 @@ def test_code_has_its_number_and_a_click_copies_it(drive: Any, server: Any) -> N
     drive(play, copy=lambda text: bool(copied.append(text)) or True)
 
 
-def test_a_diff_stands_on_tints_and_of_a_fold_no_tags_are_shown() -> None:
+def test_a_diff_stands_on_tints_and_of_a_fold_only_its_summary_is_shown() -> None:
     theme = BUILTIN_THEMES["textual-dark"].to_color_system().generate()
     look = palette({**theme, **readable_tokens(theme)})
     grounds = {look.get_style(f"code.Generic.{kind}").bgcolor for kind in ("Inserted", "Deleted")}
@@ -108,7 +131,7 @@ def test_a_diff_stands_on_tints_and_of_a_fold_no_tags_are_shown() -> None:
         60
     )
     said = [row.text.plain for row in rows if row.text.plain.strip()]
-    assert said == ["▾ How it works", "It does.", "<b>kept</b>"]
+    assert said == ["▸ How it works", "<b>kept</b>"]
 
 
 @pytest.mark.parametrize("cells", [0, 5, 12, 20, 30, 200])

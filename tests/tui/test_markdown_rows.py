@@ -16,7 +16,8 @@ PIECES = (
     "# Head\n", "## Two\n\n", "plain words and more of them ", "**bold** ", "`code` ", "*it*", "\n", "\n\n", "- item\n",
     "  - inner\n", "1. first\n", "\n   more\n", "> said\n", "```python\n", "x = 1\n", "```\n", "| a | b |\n|---|---|\n",
     "| 1 | 2 |\n", "-", "\n-", "1.", ">", "---\n", "    indented\n", "<b>html</b>\n", "[a](http://x) ", "日本語 ", "===\n",
-    "~~gone~~", "![i](u)",
+    "~~gone~~", "![i](u)", "$x^2$ ", "$$", "\\[", "\\] ", "a = b\n", "costs $5 ", "<details>\n", "<summary>More</summary>\n",
+    "</details>\n",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -271,5 +272,11 @@ def test_the_order_can_be_changed_and_what_answers_here_is_first(drive: Any) -> 
         await d.press("o")
         await d.until(lambda: "by memory" in d.screen())
         assert order() == ["HERE", "SMALL", "MID", "BIG"]
+        # What was planned before stands there at once, while it is planned again.
+        it.gate = threading.Event()
+        await d.press("escape", "f4")
+        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and "4 fit ·" in d.screen())
+        assert order() == ["HERE", "BIG", "MID", "SMALL"]
+        it.gate.set()
 
     drive(play, model_service=it)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from localllm_tui.control.interfaces import ModelService, PlanRequest
 from localllm_tui.control.keys import remapped
 from localllm_tui.control.model_list import Pulls
-from localllm_tui.control.terminal import light_background
+from localllm_tui.control.terminal import ask_background, is_light
 from localllm_tui.look import LookApp
 from localllm_tui.screens.models import ModelsScreen
 
@@ -18,7 +18,7 @@ class ModelsApp(LookApp[str | None]):
         super().__init__()
         self._service, self._request = service, request
         self.pulls = Pulls(service)
-        self.theme = self.fitting_theme(light=light_background()[0])
+        self.theme = self.fitting_theme(light=is_light(ask_background().answer()[0]))
 
     def on_mount(self) -> None:
         self.set_keymap(remapped())

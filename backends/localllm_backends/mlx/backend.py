@@ -72,7 +72,7 @@ class MlxBackend(Backend):
         self.stepper = Stepper(
             loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind,
             # What others are to compute is what was asked for, never what one of them expects.
-            looks_ahead=loaded.n_shares == 1, fused=shapes.widths <= set(backend_type.declaration.fused_heads),
+            looks_ahead=spec.looks_ahead and loaded.n_shares == 1, fused=shapes.widths <= set(backend_type.declaration.fused_heads),
         )  # fmt: skip
         self._bound = memory.BufferBound(_total_bytes())
         self._wired = memory.Wired(wanted=spec.wired)

@@ -75,7 +75,7 @@ def checked(wanted: Wanted) -> Wanted:
     if wanted.url is not None and wanted.loads_otherwise:
         raise UsageError(
             "how a model is loaded was decided by the server at --url",
-            hint="leave out --context, --gpu-layers, --cpu-moe and --split",
+            hint="leave out --context, --gpu-layers, --cpu-moe, --split and --power",
         )
     return wanted
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
-from localllm.cli.commands.shared import Json
+from localllm.cli.commands.shared import Json, Power
 
 if TYPE_CHECKING:
     from localllm.cli.compose.load_plan import LoadPlan
@@ -19,6 +19,7 @@ def bench(
         str | None, typer.Argument(metavar="[MODEL]", help="What to measure (default: best at hand).")
     ] = None,
     context: Annotated[int | None, typer.Option(help="Context in tokens (default: what fits).")] = None,
+    power: Power = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,12 +79,15 @@ def bench(
     from localllm.cli.compose.load_plan import load_plan_named
     from localllm.settings import Settings
 
-    load = load_plan_named(model, Settings({"context": context}))
+    load = load_plan_named(model, Settings({"context": context, "power": power}))
     print(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …", file=sys.stderr)
     figures = asyncio.run(measure(load, drafting=speculation))
     if full:
         figures["full"] = _full(load)
-    figures.update(compare_and_keep(load, figures))
+    if (paced := load.options.engine.get("power", 1.0)) != 1.0:
+        figures["power_share"] = paced  # says nothing of what this machine can do
+    else:
+        figures.update(compare_and_keep(load, figures))
     if then is not None:
         figures["compared"] = earlier.compared(then, figures)
     if share is not None:
@@ -134,6 +138,10 @@ def lines(figures: dict[str, Any]) -> list[str]:
         f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(prefill)}   of {long}",
         f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {_gb(memory)}",
     ]
+    if "power_share" in figures:
+        said.append(
+            f"paced     computing in {figures['power_share']:.0%} of the time: not compared, and not remembered"
+        )
     if "power" in figures:
         used = figures["power"]
         said.append(

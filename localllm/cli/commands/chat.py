@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split, installed_names
+from localllm.cli.commands.shared import CpuMoe, GpuLayers, Power, Split, installed_names
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from localllm.conversation.history import ConversationSummary, History
     from localllm_tui.control.chat import ChatOptions
     from localllm_tui.control.client import ChatClient
+    from localllm_tui.control.interfaces import EnergyMeter
     from localllm_tui.control.session import Session
+    from localllm_tui.control.terminal import TerminalQuestion
 
 # Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that everything works.
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
@@ -41,6 +43,7 @@ def chat(
     gpu_layers: GpuLayers = None,
     cpu_moe: CpuMoe = None,
     split: Split = None,
+    power: Power = None,
     url: Annotated[
         str | None, typer.Option("--url", metavar="URL", help="Ask the server at this address (with /v1 or without).")
     ] = None,
@@ -75,7 +78,7 @@ def chat(
     sampling: dict[str, float | int | str] = {name: value for name, value in drawn.items() if value is not None}
     try:
         with ExitStack() as stack:
-            placed = {"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split}
+            placed = {"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split, "power": power}
             wanted = engines.Wanted(model, context, placed, url, api_key, own)
             _run(
                 stack,
@@ -110,6 +113,12 @@ class _Asked:
 def _run(stack: ExitStack, asked: _Asked) -> None:
     import gc
 
+    screen, background = asked.question is None and asked.how == "screen", None
+    if screen:
+        from localllm_tui.control.terminal import ask_background
+
+        background = ask_background()  # the terminal answers while the code of the chat is read
+        stack.callback(background.answer)
     from localllm.cli.chat import engines
     from localllm.conversation.history import History
     from localllm.errors import NotFoundError
@@ -129,7 +138,6 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     sampling = dict(asked.sampling)
     if Settings().value("compaction") == "auto":
         sampling["truncation"] = "auto"
-    screen = question is None and asked.how == "screen"
     if not screen:
         gc.enable()  # the screen does so once it is drawn
     engine = engines.engine_for(stack, asked.wanted, last.model if last is not None else None, at_once=screen)
@@ -153,6 +161,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     from localllm.cli.chat.config import take_keys, tool_hosts
     from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.control.chat import ChatOptions
+    from localllm_tui.control.interfaces import is_here
 
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
@@ -160,11 +169,13 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     own = engines.maker(stack, asked.wanted)
     desk = PlanningProcess(offline=bool(Settings().value("offline")))
     first = not engine.where and engines.only_the_starter(name)
+    energy = _energy_meter if is_here(engine) else None
     opening = ChatOptions(
-        client, history, name, resume, system, tuple(asked.attached), greeting, own, desk, first, tool_hosts()
+        client, history, name, resume, system, tuple(asked.attached), greeting, own, desk, first, tool_hosts(), energy
     )
     stack.callback(desk.close)
-    _on_screen(opening)
+    assert background is not None
+    _on_screen(opening, background)
 
 
 def _in_lines(client: ChatClient, session: Session, asked: _Asked) -> None:
@@ -175,12 +186,18 @@ def _in_lines(client: ChatClient, session: Session, asked: _Asked) -> None:
     _say_how_to_go_on(talk(client, session.model, session, asked.attached))
 
 
-def _on_screen(opening: ChatOptions) -> None:
-    from localllm_tui.app import ChatApp
-    from localllm_tui.control.terminal import light_background
+def _energy_meter() -> EnergyMeter:
+    from localllm.device.probes.power import PowerMeter
 
-    light, typed = light_background()
-    app = ChatApp(opening, light=light, typed=typed)
+    return PowerMeter()
+
+
+def _on_screen(opening: ChatOptions, background: TerminalQuestion) -> None:
+    from localllm_tui.app import ChatApp
+    from localllm_tui.control.terminal import is_light
+
+    said, typed = background.answer()
+    app = ChatApp(opening, light=is_light(said), typed=typed)
     app.run()
     if app.return_code:
         raise typer.Exit(app.return_code)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split, installed_names
+from localllm.cli.commands.shared import CpuMoe, GpuLayers, Power, Split, installed_names
 
 
 def serve(
@@ -55,6 +55,7 @@ def serve(
     gpu_layers: GpuLayers = None,
     cpu_moe: CpuMoe = None,
     split: Split = None,
+    power: Power = None,
     parallel: Annotated[int | None, typer.Option(help="Requests served at once (default 8).")] = None,
     workers: Annotated[
         list[str] | None,
@@ -101,7 +102,7 @@ def serve(
 
     flags = {
         "host": host, "port": port, "unix_socket": unix, "api_key": api_key, "context": context, "kv_type": kv_type,
-        "gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split,
+        "gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split, "power": power,
         "draft": draft, "backend": backend, "parallel": parallel, "images": images,
         "allow_pull": allow_pull, "offline": offline, "only": only,
         "allow_host": allow_host or None, "allow_origin": allow_origin or None, "tls_cert": tls_cert, "tls_key": tls_key,

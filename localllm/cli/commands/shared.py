@@ -20,6 +20,9 @@ def installed_names(typed: str) -> list[str]:
 GpuLayers = Annotated[str | None, typer.Option(metavar="N|all", help="Layers on the GPU (default: as many as fit).")]
 CpuMoe = Annotated[str | None, typer.Option(metavar="N|all", help="Layers whose experts stay in system memory.")]
 Split = Annotated[str | None, typer.Option(metavar="A,B", help="Each GPU's share of the layers.")]
+Power = Annotated[
+    str | None, typer.Option(metavar="N%", help="Compute in N % of the time and rest in between: less heat and noise.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

@@ -278,6 +278,7 @@ def _engine_settings(
         "headroom_bytes": _headroom_bytes(settings),
         "gives_way": not settings.value("threads"),
         "gap_s": settings.value("gap_ms") / 1e3,
+        "power": settings.value("power") / 100,
     }
 
 

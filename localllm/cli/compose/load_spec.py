@@ -62,7 +62,7 @@ def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
     heads = plan.model.mtp_layers if plan is not None and plan.variant.mtp_bytes else 0
     threads = settings.value("threads") or 0
     spec = load_spec(path, run_settings(plan, settings), n_threads=threads, n_mtp_layers=heads)
-    spec = replace(spec, wired=bool(settings.value("wired")))
+    spec = replace(spec, wired=bool(settings.value("wired")), looks_ahead=settings.value("power") >= 100)
     return _over_machines(spec, settings, heads) if settings.value("workers") else spec
 
 

@@ -22,7 +22,7 @@ from localllm.settings import Setting, Value, checked, setting
 
 # Settings that one model may have otherwise than the rest: how it is loaded.
 LOADING = (
-    "context", "kv_type", "draft", "backend", "gpu_layers", "cpu_moe", "split", "parallel", "threads", "cache_ram_gb",
+    "context", "kv_type", "draft", "backend", "gpu_layers", "cpu_moe", "split", "parallel", "threads", "cache_ram_gb", "power",
 )  # fmt: skip
 # What a request gets that does not say it, in the words and ranges of a request.
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",

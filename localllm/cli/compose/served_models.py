@@ -162,7 +162,7 @@ def planned(load: LoadPlan, told: Callable[[float], None] | None = None) -> Plan
         embeds=load.embedding is not None and not load.ranks,
         ranks=load.ranks,
         needs_bytes=load.needs_bytes,
-        physics=_physics(plan),
+        physics=_physics(plan, load.options.engine.get("power", 1.0)),
     )
     return PlannedModel(host, facts, loading)
 
@@ -195,11 +195,11 @@ def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
     return Sampling(**{name: value for name, value in said.items() if value is not None})
 
 
-def _physics(plan: Plan | None) -> dict[str, object]:
+def _physics(plan: Plan | None, power: object) -> dict[str, object]:
     from localllm.device.detect import detect
     from localllm.planner.serialise import physics
 
-    return physics(plan, detect()) if plan is not None else {}
+    return {**physics(plan, detect()), "power": power} if plan is not None else {}
 
 
 def facts_before(local: LocalModel) -> ModelMetadata:

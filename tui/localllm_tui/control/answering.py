@@ -21,6 +21,7 @@ from localllm_tui.control.client import (
     ToolResult,
     WaitNote,
 )
+from localllm_tui.control.interfaces import EnergyUse
 from localllm_tui.control.meter import AnswerMeter
 from localllm_tui.control.physics import AnswerSpeed
 from localllm_tui.control.session import PendingAnswer
@@ -65,16 +66,21 @@ class AnswerStream:
         self._known_tokens = keep.session.used_tokens if keep is not None else 0
         self._cache_miss = ""
         self.timings: AnswerTimings | None = None
+        self.energy: EnergyUse | None = None
         self._tools: list[dict[str, Any]] = []
         self._unsaved: Callable[[], object] | None = None
 
     def speed(self, used_before: int) -> AnswerSpeed:
         """Its speed: the server's timings once it is complete, until then the rate at which tokens arrive."""
-        meter = self.meter
+        meter, used = self.meter, self.energy
+        joules, watts = (used.joules, used.watts) if used is not None else (None, None)
         if self.timings is not None and meter.usage is not None:
-            return AnswerSpeed(meter.usage, self.timings, self._cache_miss, paces=meter.paces)
+            return AnswerSpeed(
+                meter.usage, self.timings, self._cache_miss, paces=meter.paces, joules=joules, watts=watts
+            )
         usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
-        return AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed, paces=meter.paces)
+        coming = not self.closed
+        return AnswerSpeed(usage, live=meter.tok_s, coming=coming, paces=meter.paces, joules=joules, watts=watts)
 
     @property
     def text(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from localllm.conversation.history import History, StoredMessage
 from localllm_tui.control.client import ChatClient, ListedModel
-from localllm_tui.control.interfaces import EngineFactory, ModelService, ToolHost
+from localllm_tui.control.interfaces import EnergyMeter, EngineFactory, ModelService, ToolHost
 from localllm_tui.control.session import Session
 
 
@@ -19,7 +20,8 @@ class ChatOptions:
     `greeting` is shown at the top of an empty conversation; `engine_factory` makes an engine of the chat's own, for when a server goes
     away; `model_service` knows what else could be run;
     `first_run`: the model is the bundled starter, and no other is installed;
-    `tools` are programs that offer tools, off until they are asked for. The history and the client stay the caller's to close.
+    `tools` are programs that offer tools, off until they are asked for; `energy` makes what measures joules where the model runs here.
+    The history and the client stay the caller's to close.
     """
 
     client: ChatClient
@@ -33,6 +35,7 @@ class ChatOptions:
     model_service: ModelService | None = None
     first_run: bool = False
     tools: tuple[ToolHost, ...] = ()
+    energy: Callable[[], EnergyMeter] | None = None
 
 
 class Chat(Protocol):

@@ -24,7 +24,8 @@ class SpeedRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelPhysics:
-    """A served model on its machine, from the `physics` of /v1/models (localllm/planner/serialise.py). `kv_points`: (depth, bytes read)."""
+    """A served model on its machine, from the `physics` of /v1/models (localllm/planner/serialise.py). `kv_points`: (depth, bytes read);
+    `power`: the share of the time that is computed in."""
 
     device: str
     bandwidth_gbps: float
@@ -39,6 +40,7 @@ class ModelPhysics:
     kv_type: str = ""
     quant: str = ""
     memory: Mapping[str, Any] = field(default_factory=dict)
+    power: float = 1.0
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> ModelPhysics | None:
@@ -59,6 +61,7 @@ class ModelPhysics:
                 str(said.get("kv_type", "")),
                 str(said.get("quant", "")),
                 said.get("memory") or {},
+                float(said.get("power", 1.0)),
             )
         except (KeyError, TypeError, ValueError):
             return None
@@ -90,7 +93,7 @@ class AnswerSpeed:
     """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as they arrive, None: measured).
 
     `coming`: it is still streaming. For a stopped answer the server sends no timings. `paces`: tokens per second as they
-    arrived, in equal parts of the answer's time."""
+    arrived, in equal parts of the answer's time. `joules` were used for it, its prompt included, at so many `watts`."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
@@ -98,6 +101,8 @@ class AnswerSpeed:
     live: float | None = None
     coming: bool = False
     paces: tuple[float, ...] = ()
+    joules: float | None = None
+    watts: float | None = None
 
     @property
     def depth(self) -> float:
@@ -195,7 +200,15 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
         *([f"  {came}"] if came else []),
         now,
         f"  planned  {plan.value:>8.1f}  ({plan.low:.0f} to {plan.high:.0f})",
+        *([f"  paced to {physics.power:>8.0%} of the time"] if physics.power < 1 else []),
+        *_energy(speed),
     ]
+
+
+def _energy(speed: AnswerSpeed) -> list[str]:
+    if speed.joules is None or speed.watts is None or not speed.usage.completion:
+        return []
+    return [f"  energy   {speed.joules / speed.usage.completion:>8.2f} J a token, {speed.watts:.0f} W"]
 
 
 def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:

@@ -17,6 +17,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from localllm.plain_output import obeyed
+
 # C0 (but tab and newline), DEL and C1: a model's text could otherwise move the cursor or write the clipboard.
 # Marks that turn the direction of writing reach beyond the text they are in, over the line of the screen.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -100,29 +102,65 @@ _REFLOWING = (
 )
 
 
+class TerminalQuestion:
+    """Something the terminal is asked: what it says comes while other things are done, and `answer` waits for the rest of it.
+
+    Behind the question goes one that every terminal answers (DA1), so that those that do not know the first cost no wait. Not
+    while a screen is open, which would take the answers for keys. What is typed meanwhile is not echoed: `answer` gives it
+    back.
+    """
+
+    def __init__(self, question: str) -> None:
+        self._fd, self._said = -1, b""
+        with suppress(ImportError, OSError, ValueError, AttributeError):
+            import termios
+            import tty
+
+            fd = sys.__stdin__.fileno()  # type: ignore[union-attr]
+            if os.isatty(fd) and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+                self._before, self._end_s = termios.tcgetattr(fd), time.monotonic() + _ANSWERS_WITHIN_S
+                tty.setcbreak(fd, termios.TCSANOW)
+                self._fd = fd
+                obeyed(sys.stdout)(f"{question}\x1b[c")
+                sys.stdout.flush()
+
+    def answer(self) -> tuple[str, str]:
+        """What came until the terminal's attributes did, or no more does; and what of it was typed. The terminal is then as
+        it was before."""
+        import select
+
+        if self._fd >= 0:
+            import termios
+
+            try:
+                while not _ATTRIBUTES.search(self._text):
+                    if not select.select([self._fd], [], [], max(0.0, self._end_s - time.monotonic()))[0]:
+                        break
+                    self._said += os.read(self._fd, 4096)
+            finally:
+                termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
+                self._fd = -1
+        typed = _ATTRIBUTES.sub("", _VERSION.sub("", _BACKGROUND.sub("", self._text)))
+        return self._text, printable(typed).replace("\n", "")
+
+    @property
+    def _text(self) -> str:
+        return self._said.decode("utf-8", "replace")
+
+
 def breaks_lines_anew() -> tuple[bool, str]:
     """Whether the terminal breaks lines anew when its window is made narrower, rather than cut them off as xterm does; and
     what was typed while it was asked what it is (XTVERSION)."""
-    said = ""
-    with suppress(ImportError, OSError, ValueError, AttributeError):
-        said = _asked(sys.__stdin__.fileno(), "\x1b[>q\x1b[c")  # type: ignore[union-attr]
+    said, typed = TerminalQuestion("\x1b[>q").answer()
     found = _VERSION.search(said)
-    typed = printable(_ATTRIBUTES.sub("", _VERSION.sub("", said))).replace("\n", "")
     if found is not None:
         return not found.group(1).lower().startswith("xterm"), typed
     return any(os.environ.get(name) for name in _REFLOWING) and "STY" not in os.environ, typed
 
 
-def light_background() -> tuple[bool, str]:
-    """Whether the terminal's background is light, as it says itself (OSC 11); and what was typed meanwhile.
-
-    After that question comes one that every terminal answers (DA1), so that those that do not know the first cost no wait. Not
-    while a screen is open, which would take the answers for keys. False where nothing is said.
-    """
-    said = ""
-    with suppress(ImportError, OSError, ValueError, AttributeError):
-        said = _asked(sys.__stdin__.fileno(), "\x1b]11;?\x07\x1b[c")  # type: ignore[union-attr]
-    return is_light(said), printable(_ATTRIBUTES.sub("", _BACKGROUND.sub("", said))).replace("\n", "")
+def ask_background() -> TerminalQuestion:
+    """Ask for the terminal's background (OSC 11); `is_light` reads the answer."""
+    return TerminalQuestion("\x1b]11;?\x07")
 
 
 def is_light(said: str) -> bool:
@@ -132,27 +170,6 @@ def is_light(said: str) -> bool:
         return False
     red, green, blue = (int(part, 16) / float(16 ** len(part) - 1) for part in found.groups())
     return bool(0.299 * red + 0.587 * green + 0.114 * blue > 0.5)
-
-
-def _asked(fd: int, question: str) -> str:
-    """What the terminal sends until its attributes came, or no more does."""
-    import select
-    import termios
-    import tty
-
-    if not os.isatty(fd) or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return ""
-    before, said, end_s = termios.tcgetattr(fd), b"", time.monotonic() + _ANSWERS_WITHIN_S
-    try:
-        tty.setcbreak(fd, termios.TCSANOW)
-        sys.stdout.write(question)
-        sys.stdout.flush()
-        while not _ATTRIBUTES.search(said.decode("utf-8", "replace")) and (left_s := end_s - time.monotonic()) > 0:
-            if select.select([fd], [], [], left_s)[0]:
-                said += os.read(fd, 4096)
-    finally:
-        termios.tcsetattr(fd, termios.TCSANOW, before)
-    return said.decode("utf-8", "replace")
 
 
 _AWAKE_AFTER_S = 0.1

@@ -49,7 +49,7 @@ class InlineAnswer:
     def __init__(self, page: InlinePage, look: Console) -> None:
         self._page, self._look = page, look
         self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))  # kept: what is written is not laid out again
-        self._rows = MarkdownRows()
+        self._rows = MarkdownRows(folds=False)  # what is in the scrollback stays as it is
         self._written = 0
 
     def feed(self, text: str = "", reasoning: str = "") -> None:

@@ -10,7 +10,7 @@ from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import model_list
 from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.interfaces import PlanChoice, PlanRequest
+from localllm_tui.control.interfaces import PlanChoice, PlanList, PlanRequest
 from localllm_tui.control.model_list import Pulls
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_streaming import ChatStreamingScreen
@@ -29,6 +29,7 @@ class ChatCatalogScreen(ChatStreamingScreen):
         self.pulls = Pulls(options.model_service) if options.model_service is not None else None
         self._starter = options.model if options.first_run and options.model_service is not None else ""
         self._choices: list[PlanChoice] | None = None
+        self.plans: dict[PlanRequest, PlanList] = {}  # made so far
         self._engine_factory = options.engine_factory
         self._engine_timer: Timer | None = None
         self._last_error: LocalLLMError | None = None
@@ -117,7 +118,9 @@ class ChatCatalogScreen(ChatStreamingScreen):
     async def _plan_first_run(self) -> None:
         assert self.model_service is not None
         try:
-            self._choices = [*(await asyncio.to_thread(self.model_service.plan, PlanRequest())).choices]
+            request = PlanRequest()
+            self.plans[request] = await asyncio.to_thread(self.model_service.plan, request)
+            self._choices = [*self.plans[request].choices]
         except LocalLLMError:
             self._choices = []
         self._show_first_run()

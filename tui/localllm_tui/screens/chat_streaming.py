@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from textual.worker import Worker, WorkerCancelled
@@ -24,6 +25,7 @@ from localllm_tui.messages import QuestionSubmitted
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_view import ChatViewScreen
 from localllm_tui.widgets.answer import AnswerView
+from localllm_tui.widgets.glass import GlassPanel
 from localllm_tui.widgets.turns import ChatNote, QuestionView
 
 CONTEXT_WARNING = 0.9
@@ -40,6 +42,7 @@ class ChatStreamingScreen(ChatViewScreen):
         self._leaving = self._save_failed = False
         self._notice_asks = NOTICE_ASKS
         self._unsaved = UnsavedAnswers()
+        self._energy = options.energy
 
     @property
     def answering(self) -> bool:
@@ -153,7 +156,8 @@ class ChatStreamingScreen(ChatViewScreen):
                 )
             else:
                 stream = self.client.stream(keep.model, keep.messages, compact=compact, continues=keep.continues)
-            await answering.run(stream, view)
+            async with self._measured(answering):
+                await answering.run(stream, view)
         except LocalLLMError as e:
             trouble = e
         except asyncio.CancelledError:
@@ -168,6 +172,20 @@ class ChatStreamingScreen(ChatViewScreen):
         self.show_counts()
         if self._queued and trouble is None and not self._leaving:
             self.call_later(self._send_queued)
+
+    @asynccontextmanager
+    async def _measured(self, answering: AnswerStream) -> AsyncIterator[None]:
+        """Measure its energy for the panel that shows it. In threads: some sources are programs."""
+        meter = self._energy() if self._energy is not None and self.query_one(GlassPanel).wanted else None
+        if meter is None:
+            yield
+            return
+        await asyncio.to_thread(meter.__enter__)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(meter.__exit__, None, None, None)
+            answering.energy = meter.use
 
     async def _ask_approval(self, call: ToolCall, spec: ToolSpec) -> bool:
         """Ask the user. Stopping the answer closes the dialog."""

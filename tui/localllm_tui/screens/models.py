@@ -71,9 +71,17 @@ class ModelsScreen(ModalScreen[str | None]):
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(MODELS)
 
     def __init__(
-        self, service: ModelService, pulls: Pulls, *, current: str = "", request: PlanRequest | None = None
+        self,
+        service: ModelService,
+        pulls: Pulls,
+        *,
+        current: str = "",
+        request: PlanRequest | None = None,
+        known: dict[PlanRequest, PlanList] | None = None,
     ) -> None:
+        """`known` are plans made before, shown until they are made again; those made here join them."""
         super().__init__()
+        self._known = {} if known is None else known
         self._service, self._pulls, self._current = service, pulls, current
         self._request = request or PlanRequest()
         self._plan_list: PlanList | None = None
@@ -150,6 +158,9 @@ class ModelsScreen(ModalScreen[str | None]):
     def _replan(self) -> None:
         """Plan in a thread; of the requests made meanwhile only the last is planned next."""
         self._replan_asked = True
+        if (known := self._known.get(self._asked())) is not None:
+            self._plan_list = known
+            self._list()
         if not self.planning:
             self.planning = True
             start(self, self._plan, "plan", exclusive=False)
@@ -160,7 +171,7 @@ class ModelsScreen(ModalScreen[str | None]):
                 self._replan_asked = False
                 request = self._asked()
                 try:
-                    self._plan_list = await asyncio.to_thread(self._service.plan, request)
+                    self._plan_list = self._known[request] = await asyncio.to_thread(self._service.plan, request)
                     self._request = request
                     self._list()
                 except LocalLLMError as e:
@@ -447,4 +458,5 @@ async def open_models(chat: ChatCatalogScreen, _: str) -> None:
         if name and name != chat.model:
             chat.call_later(chat.run_command, "model", name)
 
-    await chat.app.push_screen(ModelsScreen(chat.model_service, chat.pulls, current=chat.model), chosen)
+    screen = ModelsScreen(chat.model_service, chat.pulls, current=chat.model, known=chat.plans)
+    await chat.app.push_screen(screen, chosen)

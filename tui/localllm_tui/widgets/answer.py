@@ -119,11 +119,11 @@ class AnswerView(TurnView):
         line.update(note)
 
     def toggle_thinking(self) -> bool:
-        """Fold or unfold the thinking; False when there is none."""
+        """Fold or unfold the thinking, else what the answer folds itself (<details>); False when there is neither."""
         if self._thought.source:
             fold = self._thinking
             fold.collapsed = not fold.collapsed
-        return bool(self._thought.source)
+        return bool(self._thought.source) or self._answer.toggle_folds()
 
     def _draw(self, *, last: bool = False) -> None:
         if not self.is_attached or (not last and not self._may_draw()):

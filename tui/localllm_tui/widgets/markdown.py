@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
@@ -21,6 +21,7 @@ from rich.style import Style
 from rich.text import Text
 
 from localllm_tui.widgets.code import highlighted
+from localllm_tui.widgets.formulas import as_unicode, with_formulas
 
 # Code is highlighted and wrapped in chunks of this many lines, each once, so that a long listing can grow.
 CODE_LINES = 60
@@ -29,9 +30,11 @@ _CONSOLE = Console(width=80)
 _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
 _MARKS = {"strong": "bold", "em": "italic", "s": "strike"}
-_FOLD = re.compile(r"</?details\b[^<>]{0,80}>", re.IGNORECASE)
-_SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.IGNORECASE | re.DOTALL)
+_FOLD = re.compile(r"<(/?)details\b[^<>]{0,80}>(?:\s*<summary>(.*?)</summary>)?", re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(r"<[^<>]{0,200}>")
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
+# Of <details>: how many there were, and those that are not ended.
+_Folds: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,13 @@ class _Piece:
     line: int
     number: int | None = None
     fences: int = 0  # code blocks of the text up to here, this piece's included
+    folds: _Folds = (0, ())  # so too
 
 
 class MarkdownRows:
-    """A text that grows by `add`, laid out as rows. `plain`: it is no Markdown."""
+    """A text that grows by `add`, laid out as rows. `plain`: it is no Markdown; `folds`: what <details> hold shows when asked for."""
 
-    def __init__(self, text: str = "", *, plain: bool = False) -> None:
+    def __init__(self, text: str = "", *, plain: bool = False, folds: bool = True) -> None:
         self.source = text
         self._tail = text  # from the beginning of its last block on: only that may become another one
         self.finished = 0  # the rows of what is before
@@ -70,12 +74,29 @@ class MarkdownRows:
         self._links: dict[str, Any] = {}
         self._links_came = False
         self._fences = 0  # before the tail
+        self._folds: _Folds = (0, ())  # so too
+        self._unfolded: set[int] | None = set() if folds else None
+        self._n_folds = 0
 
     def at(self, width: int) -> list[MarkdownRow]:
         if width != self._width:
             self._width = width
             self._anew()
         return self._rows
+
+    @property
+    def folds(self) -> range:
+        """The numbers of what <details> folds, as laid out."""
+        return range(1, self._n_folds + 1)
+
+    @property
+    def unfolded(self) -> set[int]:
+        return self._unfolded or set()
+
+    def fold(self, numbers: Iterable[int], *, away: bool) -> None:
+        """Show what these <details> hold, or put it `away`."""
+        self._unfolded = self.unfolded - set(numbers) if away else self.unfolded | set(numbers)
+        self._anew()
 
     def add(self, new: str) -> None:
         self.source += new
@@ -92,7 +113,7 @@ class MarkdownRows:
 
     def _anew(self) -> None:
         self._rows, self.finished, self._tail, self._number = [], 0, self.source, None
-        self._fences = 0
+        self._fences, self._folds = 0, (0, ())
         self._lay_out()
         self._links_came = False
 
@@ -107,8 +128,9 @@ class MarkdownRows:
             if n == begun and n:
                 self.finished, self._number = len(self._rows), piece.number
                 self._tail = "".join(lines[piece.line :])
-                self._fences = pieces[n - 1].fences
+                self._fences, self._folds = pieces[n - 1].fences, pieces[n - 1].folds
             self._rows += piece.rows
+        self._n_folds = pieces[-1].folds[0] if pieces else self._folds[0]
 
     def _lines(self, lines: Sequence[str]) -> Iterator[_Piece]:
         for n, line in enumerate(lines):
@@ -121,9 +143,9 @@ class MarkdownRows:
         self._links_came |= len(links) > len(self._links)
         self._links = links
         above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
-        fences = self._fences
+        fences, folds = self._fences, self._folds
         for n, node in enumerate(nodes):
-            before = fences
+            before, hidden = fences, self._unfolded is not None and not self._unfolded.issuperset(folds[1])
             for fence in (inner for inner in node.walk() if inner.type == "fence"):
                 fences += 1
                 fence.meta["number"] = fences
@@ -132,15 +154,20 @@ class MarkdownRows:
                 begun = self._number if n == 0 else None
                 for k, item in enumerate(node.children):
                     number = (_first(node) if begun is None else begun) + k
-                    rows = [*_item(node, item, number, self._width)]
+                    rows = [] if hidden else [*_item(node, item, number, self._width)]
                     later = k > 0 or begun is not None
                     before += sum(inner.type == "fence" for inner in item.walk())
-                    yield _Piece(rows if later else gap + rows, _line(item), number if later else None, before)
-                above = True
+                    rows = rows if later or not rows else gap + rows
+                    yield _Piece(rows, _line(item), number if later else None, before, folds)
+                above = above or not hidden
+                continue
+            if node.type == "html_block":
+                said, folds = _html(node.content, folds, self._unfolded)
+                rows = [row for line in said for row in _wrapped(line, self._width)]
             else:
-                rows = [*_block(node, self._width)]
-                yield _Piece(gap + rows if rows else [], _line(node), fences=fences)
-                above = above or bool(rows)
+                rows = [] if hidden else [*_block(node, self._width)]
+            yield _Piece(gap + rows if rows else [], _line(node), fences=fences, folds=folds)
+            above = above or bool(rows)
 
 
 def _line(node: SyntaxTreeNode) -> int:
@@ -149,7 +176,7 @@ def _line(node: SyntaxTreeNode) -> int:
 
 @lru_cache(maxsize=1)
 def _parser() -> MarkdownIt:
-    return MarkdownIt("gfm-like")
+    return with_formulas(MarkdownIt("gfm-like"))
 
 
 def _lines(text: str) -> list[str]:
@@ -180,19 +207,42 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Markdow
     elif node.type == "hr":
         yield MarkdownRow(Text("─" * width, "rule"))
     elif node.type == "html_block":
-        yield from _wrapped(_html(node.content.rstrip("\n")), width)
+        for line in _html(node.content)[0]:
+            yield from _wrapped(line, width)
+    elif node.type == "formula_block":
+        said = as_unicode(node.content) if node.content else ""
+        rows = _wrapped(Text(said or node.markup), max(1, width - 4 * bool(said)))
+        yield from _led(rows, Text("    "), Text("    ")) if said else rows
     else:
         yield from _wrapped(_inline(node), width)
 
 
-def _html(said: str) -> Text:
-    """HTML as it was written; of a fold its summary, and not its tags."""
-    folded = _FOLD.sub("", said)
-    if folded == said:
-        return Text(said)
-    before, summary, after = [*_SUMMARY.split(folded, maxsplit=1), "", ""][:3]
-    parts = [Text(before.strip()), Text(f"▾ {summary.strip()}" if summary.strip() else "", "bold"), Text(after.strip())]
-    return Text("\n").join(part for part in parts if part)
+def _html(said: str, folds: _Folds = (0, ()), unfolded: Container[int] | None = None) -> tuple[list[Text], _Folds]:
+    """The lines of HTML as it was written, with the summaries of <details> instead of its tags: a click folds what it holds.
+    Behind `folds`, which are returned as they are then; only the `unfolded` are shown (None: all, in a list or a quote)."""
+    (count, inside), lines, at = folds, [], 0
+
+    def shown() -> bool:
+        return unfolded is None or all(number in unfolded for number in inside)
+
+    for tag in _FOLD.finditer(said):
+        if (between := said[at : tag.start()].strip()) and shown():
+            lines.append(Text(between))
+        at = tag.end()
+        if tag[1]:
+            inside = inside[:-1]
+            continue
+        count += 1
+        if shown():
+            summary = " ".join(_TAG.sub("", tag[2] or "").split()) or "Details"
+            folded = unfolded is not None and count not in unfolded
+            lines.append(Text(f"{'▸' if folded else '▾'} {summary}", "bold"))
+            if unfolded is not None:
+                lines[-1].stylize(Style(meta={"@click": ("fold", (count,))}))
+        inside = (*inside, count)
+    if (rest := said[at:].strip() if at else said.rstrip("\n")) and shown():
+        lines.append(Text(rest))
+    return lines, (count, inside)
 
 
 def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> Iterator[MarkdownRow]:
@@ -314,6 +364,8 @@ def _words(node: SyntaxTreeNode, text: Text) -> None:
         text.append(re.sub(r"\s+", " ", node.content))
     elif node.type == "code_inline":
         text.append(node.content, "code.inline")
+    elif node.type == "formula":
+        text.append(as_unicode(node.content) or node.markup)
     elif node.type == "softbreak":
         text.append(" ")
     elif node.type == "hardbreak" or (node.type == "html_inline" and _BREAK.fullmatch(node.content)):

@@ -1,0 +1,181 @@
+"""LaTeX between dollars and in \\(…\\) as Unicode: what is a formula in Markdown, and what it looks like in a terminal."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock
+from markdown_it.rules_inline import StateInline
+
+from localllm_tui.control.terminal import printable
+
+# A model may write anything: a longer one stays as it is.
+LONGEST = 2_000
+_DEEPEST = 8
+_INLINE = re.compile(
+    r"\$\$(?P<shown>[^$]{1,2000})\$\$"
+    # Prices and shell variables have a space within, or a letter or digit behind; "the $n$th" has too.
+    r"|\$(?P<dollars>(?![\s$])[^$\n]{0,500}[^\s$\\])\$(?!(?!th\b)[\w$])"
+    r"|\\\((?P<round>.{1,2000}?)\\\)|\\\[(?P<square>.{1,2000}?)\\\]",
+    re.DOTALL,
+)
+_ENDS = {"$$": "$$", "\\[": "\\]"}
+_NAME, _GROUP = re.compile(r"\\[A-Za-z]+"), re.compile(r"\{[^{}]*\}")
+_SIGNS, _WORD, _LETTER = re.compile(r"[\\^_=<>+]"), re.compile(r"[^\W\d_]{3}"), re.compile(r"[^\W\d_]'*")
+_SCRIPT = re.compile(r"([\^_])\s*(?:\{([^{}]*)\}|(\\[A-Za-z]+|[^\s\\{}]))")
+_RAISED = dict(
+    zip("0123456789+-=()abcdefghijklmnoprstuvwxyz*'", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ*′", strict=True)
+)
+_LOWERED = dict(zip("0123456789+-=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ", strict=True))
+_RAISED |= {"\\top": "ᵀ", "\\circ": "°", "\\prime": "′", "T": "ᵀ"}
+_SIMPLE = re.compile(r"[\d.]*|[A-Za-z]{3,}|.[₀-₉ₐ-ₜᵢⱼ]*")
+_FUNCTIONS = re.compile(
+    r"([\w)}]?)\\(arccos|arcsin|arctan|arg|cosh|cos|cot|det|dim|exp|gcd|inf|ker|lim|ln|log|max|min|Pr|sinh|sin|sup|tanh|tan)(?![A-Za-z])"
+)
+_RELATION = re.compile(r"[ \t]*([=<>≤≥≠≈≡∼≃≅∝→⟶←↔⇒⟹⇔⟺↦∈∉⊂⊆⊃∪∩∧∨±×])[ \t]*")
+_COLUMNS = re.compile(r"(?<=\S) {4,}(?=\S)")
+# What the library does not know, or says in another sense: as text, and with as many arguments.
+_SAID = {
+    "ne": "≠", "neq": "≠", "iff": "⟺", "implies": "⟹", "land": "∧", "lor": "∨", "lnot": "¬", "dots": "…", "|": "‖",
+    "quad": "  ", "qquad": "  ", "bmod": " mod ", "mod": " mod ",
+    **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits", "displaystyle", "!"), ""),
+}  # fmt: skip
+_TAKING = {
+    "dfrac": "{{", "tfrac": "{{", "cfrac": "{{", "binom": "{{", "operatorname": "{", "boxed": "{", "pmod": "{", "mathsf": "{",
+}  # fmt: skip
+# Stand for what must not be read again: an end of a name, _ and ^.
+_END, _LOW, _HIGH = "\x01", "\x02", "\x03"
+
+
+def with_formulas(parser: MarkdownIt) -> MarkdownIt:
+    """`parser`, which makes nodes `formula` and `formula_block` of LaTeX."""
+    parser.inline.ruler.before("escape", "formula", _inline_rule)
+    parser.block.ruler.before("fence", "formula_block", _block_rule, {"alt": ["paragraph", "reference", "blockquote"]})
+    return parser
+
+
+def _inline_rule(state: StateInline, silent: bool) -> bool:
+    if state.src[state.pos] not in "$\\":
+        return False
+    found = _INLINE.match(state.src, state.pos)
+    if found is None or state.src[state.pos - 1 : state.pos].isalnum():
+        return False
+    dollars = found["dollars"]
+    if dollars is not None and not is_formula(dollars):
+        return False
+    if not silent:
+        token = state.push("formula", "", 0)
+        token.content, token.markup = found[found.lastgroup or 0], found[0]
+    state.pos = found.end()
+    return True
+
+
+def _block_rule(state: StateBlock, first: int, last: int, silent: bool) -> bool:
+    """Lines from $$ or \\[ to their end, or to a free line: what is not ended yet stands as it is."""
+    if state.is_code_block(first):
+        return False
+
+    def line(n: int) -> str:
+        return state.src[state.bMarks[n] + state.tShift[n] : state.eMarks[n]]
+
+    begun = line(first)
+    end = _ENDS.get(begun[:2], "")
+    if not end or (end in begun[2:] and not begun.rstrip().endswith(end)) or not is_formula(begun[2:] or "="):
+        return False
+    if silent:
+        return True
+    n, ended = first, end in begun[2:]
+    while not ended and n + 1 < last and line(n + 1).strip() and state.sCount[n + 1] >= state.blkIndent:
+        n += 1
+        ended = line(n).rstrip().endswith(end)
+    token = state.push("formula_block", "", 0)
+    token.map, token.block = [first, n + 1], True
+    token.markup = "\n".join(line(k) for k in range(first, n + 1))
+    token.content = token.markup.rstrip()[2:-2] if ended else ""
+    state.line = n + 1
+    return True
+
+
+def is_formula(said: str) -> bool:
+    """Whether what stands between dollars is a formula, not the words between two prices: a sign of one and no words, or one letter."""
+    bare = _GROUP.sub("", _NAME.sub("", said))
+    return bool(_LETTER.fullmatch(said) or (_SIGNS.search(said) and not _WORD.search(bare)))
+
+
+@lru_cache(maxsize=256)
+def as_unicode(latex: str) -> str:
+    """LaTeX as Unicode; "" for what is too long, or can't be said so."""
+    if len(latex) > LONGEST:
+        return ""
+    try:
+        reader, walker = _reader()
+        said = reader.latex_to_text(_with_scripts(latex), latex_context=walker)
+    except Exception:  # whatever a library makes of what a model wrote: it is shown as it was written
+        return ""
+    said = printable(said.replace(_LOW, "_").replace(_HIGH, "^"))
+    lines = [" ".join(_COLUMNS.sub(", ", _RELATION.sub(r" \1 ", line)).split()) for line in said.split("\n")]
+    return "\n".join(line for line in lines if line)
+
+
+def _with_scripts(latex: str) -> str:
+    """Raised and lowered signs as Unicode where all of them have one, else in brackets; the innermost first."""
+
+    def script(found: re.Match[str]) -> str:
+        inside = found[2] if found[2] is not None else found[3]
+        known = _RAISED if found[1] == "^" else _LOWERED
+        if inside in known:
+            return _END + known[inside]
+        if inside and all(c in known for c in inside.replace(" ", "")):
+            return _END + "".join(known[c] for c in inside if c != " ")
+        mark = _HIGH if found[1] == "^" else _LOW
+        return mark + (inside if _SIMPLE.fullmatch(inside) or found[2] is None else f"({inside})")
+
+    latex = _FUNCTIONS.sub(lambda found: f"{found[1]} {found[2]}" if found[1] else found[2], latex)
+    for _ in range(_DEEPEST):
+        before, latex = latex, _SCRIPT.sub(script, latex)
+        if latex == before:
+            break
+    return latex
+
+
+@lru_cache(maxsize=1)
+def _reader() -> tuple[Any, Any]:
+    """What makes text of LaTeX, and what its macros take."""
+    from pylatexenc import latexwalker
+    from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_latex_context_db
+    from pylatexenc.macrospec import std_macro
+
+    logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)  # it would tell the terminal what it does not know
+
+    def grouped(said: str) -> str:
+        return said if _SIMPLE.fullmatch(said) else f"({said})"
+
+    def taken(node: Any, reader: Any) -> list[str]:
+        args = node.nodeargd.argnlist
+        return ["" if arg is None else str(reader.nodelist_to_text([arg])).strip() for arg in args]
+
+    def fraction(node: Any, l2tobj: Any) -> str:
+        over, under = taken(node, l2tobj)
+        return f"{grouped(over)}/{grouped(under)}"
+
+    def root(node: Any, l2tobj: Any) -> str:
+        nth, of = taken(node, l2tobj)
+        return "".join(_RAISED.get(c, c) for c in nth) + "√" + grouped(of)
+
+    def unknown(node: Any) -> str:
+        raise ValueError(node.macroname)
+
+    ours = [MacroTextSpec(name, simplify_repl=fraction) for name in ("frac", "dfrac", "tfrac", "cfrac")]
+    ours += [MacroTextSpec("sqrt", simplify_repl=root), MacroTextSpec("binom", "(%s choose %s)")]
+    ours += [MacroTextSpec(name, "%s") for name in ("operatorname", "mathsf")]
+    ours += [MacroTextSpec("boxed", "[%s]"), MacroTextSpec("pmod", " (mod %s)")]
+    ours += [MacroTextSpec(name, said) for name, said in _SAID.items()]
+    texts, walker = get_default_latex_context_db(), latexwalker.get_default_latex_context_db()
+    texts.add_context_category("terminal", prepend=True, macros=ours)
+    texts.set_unknown_macro_spec(MacroTextSpec("", simplify_repl=unknown))
+    walker.add_context_category("terminal", prepend=True, macros=[std_macro(*macro) for macro in _TAKING.items()])
+    return LatexNodes2Text(latex_context=texts, math_mode="text"), walker
