@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from localllm.conversation.history import ConversationSummary, History
     from localllm_tui.control.chat import ChatOptions
     from localllm_tui.control.client import ChatClient
-    from localllm_tui.control.interfaces import EnergyMeter
+    from localllm_tui.control.interfaces import ChatEngine, EnergyMeter
     from localllm_tui.control.session import Session
     from localllm_tui.control.terminal import TerminalQuestion
 
@@ -79,11 +79,8 @@ def chat(
     try:
         with ExitStack() as stack:
             placed = {"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split, "power": power}
-            wanted = engines.Wanted(model, context, placed, url, api_key, own)
-            _run(
-                stack,
-                _Asked(engines.checked(wanted), question, attached, _how(plain, inline), continue_, system, sampling),
-            )
+            wanted = engines.checked(engines.Wanted(model, context, placed, url, api_key, own))
+            _run(stack, _Asked(wanted, question, attached, _how(plain, inline), continue_, system, sampling))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -124,6 +121,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     from localllm.errors import NotFoundError
     from localllm.settings import Settings
     from localllm_tui.control.attachments import with_files
+    from localllm_tui.control.chat import ChatOptions
     from localllm_tui.control.client import ChatClient
     from localllm_tui.control.session import Session
 
@@ -158,24 +156,34 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     if not screen:
         _in_lines(client, Session(history, name, conv_id=resume, system=system), asked)
         return
-    from localllm.cli.chat.config import take_keys, tool_hosts
-    from localllm.cli.chat.planning import PlanningProcess
-    from localllm_tui.control.chat import ChatOptions
-    from localllm_tui.control.interfaces import is_here
-
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
-    take_keys()
-    own = engines.maker(stack, asked.wanted)
-    desk = PlanningProcess(offline=bool(Settings().value("offline")))
-    first = not engine.where and engines.only_the_starter(name)
-    energy = _energy_meter if is_here(engine) else None
-    opening = ChatOptions(
-        client, history, name, resume, system, tuple(asked.attached), greeting, own, desk, first, tool_hosts(), energy
-    )
-    stack.callback(desk.close)
+    opening = ChatOptions(client, history, name, resume, system, tuple(asked.attached), greeting)
     assert background is not None
-    _on_screen(opening, background)
+    _on_screen(_with_helpers(stack, opening, engine, asked.wanted), background)
+
+
+def _with_helpers(stack: ExitStack, opening: ChatOptions, engine: ChatEngine, wanted: Wanted) -> ChatOptions:
+    """What the screen may call, which ends with `stack`: engines, plans, tools and a meter of energy."""
+    from dataclasses import replace
+
+    from localllm.cli.chat import engines
+    from localllm.cli.chat.config import take_keys, tool_hosts
+    from localllm.cli.chat.planning import PlanningProcess
+    from localllm.settings import Settings
+    from localllm_tui.control.interfaces import is_here
+
+    take_keys()
+    desk = PlanningProcess(offline=bool(Settings().value("offline")))
+    stack.callback(desk.close)
+    return replace(
+        opening,
+        engine_factory=engines.maker(stack, wanted),
+        model_service=desk,
+        first_run=not engine.where and engines.only_the_starter(opening.model),
+        tools=tool_hosts(),
+        energy=_energy_meter if is_here(engine) else None,
+    )
 
 
 def _in_lines(client: ChatClient, session: Session, asked: _Asked) -> None:
