@@ -158,7 +158,7 @@ def _health(models: ModelRouter) -> Response:
     health = models.health
     if health.status == "ok":
         return JSONResponse({"status": "ok"})
-    message = "LoadProgress model" if health.status == "loading" else "No model named at the start could be loaded"
+    message = "Loading model" if health.status == "loading" else "No model named at the start could be loaded"
     error = {"code": 503, "message": message, "type": "unavailable_error"}
     body = {"status": health.status, "progress": round(health.progress, 3), "error": error}
     return JSONResponse(body, status_code=503, headers={"retry-after": "1"})

@@ -222,6 +222,7 @@ def test_codex_finds_what_it_asks_of_a_model() -> None:
     with running_server([ServedModel("m", ScriptedEngine(), n_ctx=2048)]) as server:
         (known,) = httpx.get(server.url + "/v1/models?client_version=0.169.0", trust_env=False).json()["models"]
     assert (known["slug"], known["context_window"], known["input_modalities"]) == ("m", 2048, ["text"])
+    assert "Patch. Lines without + must be in the file word for word." in known["base_instructions"]
     # Fields without a default in Codex 0.169: a list without them is no list to it.
     assert set(known) >= {
         "slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility", "supported_in_api", "priority",

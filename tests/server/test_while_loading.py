@@ -63,7 +63,7 @@ def test_it_answers_about_itself_and_requests_wait(smollm2: Path, tiny_model: Pa
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         assert 0 <= health.json()["progress"] < 1
         # llama.cpp's clients look for this body while they wait for a 200.
-        assert health.json()["error"] == {"code": 503, "message": "LoadProgress model", "type": "unavailable_error"}
+        assert health.json()["error"] == {"code": 503, "message": "Loading model", "type": "unavailable_error"}
         states = {m["id"]: m["status"]["value"] for m in http.get("/v1/models").json()["data"]}
         assert states == {"slow": "loading", "quick": "unloaded"}
 

@@ -306,7 +306,7 @@ def _smi_log(text: str) -> list[NvidiaGpu]:
             NvidiaGpu(
                 name=" ".join(name.group(1).split())[:120],
                 total_bytes=_mib(memory.get("Total")) or None,
-                used_bytes=_mib(memory.get("ProcessorTimes")),
+                used_bytes=_mib(memory.get("Used")),
                 free_bytes=_mib(memory.get("Free")),
                 reserved_bytes=_mib(memory.get("Reserved")),
                 max_memory_mhz=integer(clocks.get("Memory")),

@@ -83,7 +83,7 @@ class ResponseStore:
         self._chars = 0
 
     def put(self, body: dict[str, Any], before: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]) -> None:
-        """ResponseStore a finished response with its input items: those of earlier responses, then its own."""
+        """Store a finished response with its input items: those of earlier responses, then its own."""
         own = list(map(typed, sent))
         earlier = list(map(dict, before))
         stored = _StoredResponse(body, earlier, own, len(json.dumps([earlier, own, body["output"]])))
