@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from localllm.device import accelerators
@@ -176,20 +176,7 @@ def to_json(build: GgmlBuild) -> dict[str, Any]:
         "folder": build.folder,
         "failure": build.failure or None,
         "devices": [
-            {
-                "name": device.name,
-                "description": device.description,
-                "backend": device.backend,
-                "accelerator": device.accelerator,
-                "type": device.type,
-                "memory_free_bytes": device.memory_free_bytes,
-                "memory_total_bytes": device.memory_total_bytes,
-                "largest_buffer_bytes": device.largest_buffer_bytes,
-                "id": device.id or None,
-                "capabilities": list(device.capabilities),
-                "details": list(device.details),
-            }
-            for device in build.devices
+            {**asdict(device), "accelerator": device.accelerator, "id": device.id or None} for device in build.devices
         ],
         "features": {name: dict(values) for name, values in build.features.items()},
     }

@@ -94,9 +94,7 @@ def _keep(file: Path, key: str, build: ggml.GgmlBuild) -> None:
     """Best effort: where it can't be written the build is asked again."""
     try:
         paths.private_dir(file.parent)
-        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps({"key": key, "asked_s": time.time(), "answer": ggml.to_json(build)}))
-        partial.replace(file)
+        paths.write_private(file, json.dumps({"key": key, "asked_s": time.time(), "answer": ggml.to_json(build)}))
     except OSError:
         return
 
@@ -165,19 +163,14 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
     """A card as ggml and the table have it, in the machine of `device`."""
     total = gpu.memory_total_bytes
     row = table.by_gpu_name(gpu.description, total)
-    fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
     return replace(
         device,
         name=gpu.description or gpu.name,
         family=row.family if row else gpu.accelerator,
         memory=usable.vram(total, total - min(gpu.memory_free_bytes, total), 0, f"llama.cpp ({gpu.backend})"),
         bandwidth_gbps=row.bandwidth if row else None,
-        fp16_tflops=fp16,
-        fp8_tflops=fp8,
-        fp4_tflops=fp4,
-        compute_units=row.compute_units if row else 0,
+        **table.facts(row),
         compute_capability=row.compute_capability if row else "",
-        match=row.name if row else "",
     )
 
 

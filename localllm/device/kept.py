@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from localllm import paths
 from localllm.device.types import Figure
 
 # Where other programs have more than this share of the processor, what is left of a machine is not what it gives. Such
@@ -110,12 +110,8 @@ class FigureFile:
         machine is faster than it is."""
         known = self._known(folder)
         figures = {machine: self._better(known, machine, measured) for machine, measured in taken.items()}
-        file = folder / self.file_name
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            temporary = file.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
-            temporary.replace(file)
+            paths.write_private(paths.private_dir(folder) / self.file_name, json.dumps(known, indent=1))
         except OSError:
             pass
         return figures

@@ -224,7 +224,6 @@ def _simulate(
     if row.chip.startswith("Apple A19"):
         findings.append(Finding("info", "for planning only: localllm does not run on an iPhone"))
     memory, said = _memory(row, gb)
-    fp16, fp8, fp4 = table.tflops(row)
     title = f"{row.name}" if str(f"{gb:g}") in re.findall(r"[0-9.]+", row.name) else f"{row.name} {gb:g} GB"
     return Device(
         name=title,
@@ -233,12 +232,8 @@ def _simulate(
         family=row.family,
         memory=replace(memory, basis="given", source="--memory") if given_memory else memory,
         bandwidth_gbps=bandwidth,
-        fp16_tflops=fp16,
-        fp8_tflops=fp8,
-        fp4_tflops=fp4,
-        compute_units=row.compute_units,
+        **table.facts(row),
         compute_capability=row.compute_capability,
-        match=row.name,
         simulated=True,
         findings=(*findings, *said),
         cpu=row.cpu[0] if row.cores and row.cpu else "",

@@ -212,6 +212,13 @@ def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]
     return fp16, fp8, fp4
 
 
+def facts(row: DeviceRow | None) -> dict[str, Any]:
+    """What a Device takes from its row as it stands there: compute, its units, and the row's name."""
+    fp16, fp8, fp4 = tflops(row) if row else (None, None, None)
+    computes = {"fp16_tflops": fp16, "fp8_tflops": fp8, "fp4_tflops": fp4}
+    return {**computes, "compute_units": row.compute_units if row else 0, "match": row.name if row else ""}
+
+
 _ONE_ARCHITECTURE = {
     *(f"Apple M{generation}" for generation in range(1, 6)),
     *(f"GeForce RTX {generation}" for generation in (30, 40, 50)),

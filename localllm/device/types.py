@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from localllm.device.accelerators import Accelerator as Accelerator
@@ -218,34 +218,18 @@ def device_to_json(device: Device) -> dict[str, Any]:
         "n_cpu_cores": device.n_cpu_cores or None,
         "cpu_vectors": device.cpu_vectors or None,
         "match": device.match or None,
-        "findings": [{"level": f.level, "message": f.message, "fix": f.fix} for f in device.findings],
+        "findings": [asdict(finding) for finding in device.findings],
     }
 
 
 def _memory(memory: Memory | None) -> dict[str, Any] | None:
     if memory is None:
         return None
-    return {
-        "total_bytes": memory.total_bytes,
-        "limit_bytes": memory.limit_bytes,
-        "available_bytes": memory.available_bytes,
-        "loadable_bytes": memory.loadable_bytes,
-        "system_bytes": memory.system_bytes,
-        "others_bytes": memory.others_bytes,
-        "carve_out_bytes": memory.carve_out_bytes,
-        "basis": memory.basis,
-        "source": memory.source,
-    }
+    return {**asdict(memory), "loadable_bytes": memory.loadable_bytes}
 
 
 def _rates(rates: MatrixRates | None) -> dict[str, Any] | None:
-    if rates is None:
-        return None
-    return {
-        "prompt_tflops": _figure(rates.prompt_tflops),
-        "experts_tflops": _figure(rates.experts_tflops),
-        "token_tflops": _figure(rates.token_tflops),
-    }
+    return None if rates is None else {f.name: _figure(getattr(rates, f.name)) for f in fields(rates)}
 
 
 def _figure(figure: Figure | None) -> dict[str, Any] | None:

@@ -107,6 +107,4 @@ def _remember(key: str, digest: str) -> None:
         kept = {**_remembered(), key: digest}
         place = kept_in()
         paths.private_dir(place.parent)
-        partial = place.with_name(f".{place.name}.{os.getpid()}")
-        partial.write_text(json.dumps(dict(list(kept.items())[-_MOST_REMEMBERED:])), encoding="utf-8")
-        os.replace(partial, place)
+        paths.write_private(place, json.dumps(dict(list(kept.items())[-_MOST_REMEMBERED:])))

@@ -110,10 +110,7 @@ def _read(file: Path, name: str = "") -> Build | None:
 
 
 def finish(build: Build) -> None:
-    file = build.folder / "build.json"
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(build), indent=2) + "\n", encoding="utf-8")
-    partial.replace(file)
+    paths.write_private(build.folder / "build.json", json.dumps(asdict(build), indent=2) + "\n")
 
 
 def drivers_now(root: Path = Path("/")) -> str:
@@ -161,10 +158,7 @@ def choose(name: str) -> None:
     """Run `name` from the next start of a model on. Raises BuildNotFoundError."""
     if name != OWN:
         named(name)
-    folder = paths.private_dir(_root())
-    partial = folder / f"{_CHOICE}.partial"
-    partial.write_text(name + "\n", encoding="utf-8")
-    partial.replace(folder / _CHOICE)
+    paths.write_private(paths.private_dir(_root()) / _CHOICE, name + "\n")
 
 
 def remove(name: str) -> None:

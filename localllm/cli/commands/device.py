@@ -32,6 +32,7 @@ def device(
 ) -> None:
     """Show usable memory, bandwidth and compute of this machine, or of one you name."""
     import sys
+    from dataclasses import asdict
 
     from localllm.device import ggml, in_use
     from localllm.device.detect import hardware
@@ -55,16 +56,12 @@ def device(
         body = device_to_json(found)
         if build is not None:
             body["llama_cpp"] = ggml.to_json(build)
-            body["differences"] = [vars_of(f) for f in ggml.differences(found, build)]
+            body["differences"] = [asdict(finding) for finding in ggml.differences(found, build)]
         print_json(body)
         return
     print("\n".join(lines(found)))
     if build is not None:
         print("\n".join(build_lines(found, build)))
-
-
-def vars_of(finding: Finding) -> dict[str, str]:
-    return {"level": finding.level, "message": finding.message, "fix": finding.fix}
 
 
 def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:

@@ -134,17 +134,12 @@ def one_machine(
 
 def _alone(card: Card, base: Device) -> Device:
     """`base` with this one card."""
-    fp16, fp8, fp4 = table.tflops(card.row) if card.row else (None, None, None)
     return replace(
         base,
         name=card.name,
         family=card.row.family if card.row else base.accelerator,
         memory=card.memory,
         bandwidth_gbps=card.bandwidth,
-        fp16_tflops=fp16,
-        fp8_tflops=fp8,
-        fp4_tflops=fp4,
-        compute_units=card.compute_units,
+        **(table.facts(card.row) | {"compute_units": card.compute_units}),
         compute_capability=card.compute_capability,
-        match=card.row.name if card.row else "",
     )

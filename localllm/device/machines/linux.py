@@ -175,7 +175,6 @@ def _jetson_row(readings: Readings, board: str, system: _System) -> DeviceRow | 
 
 def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRow | None) -> Device:
     """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML or CUDA say."""
-    fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
     findings = list(system.base.findings)
     bandwidth = row.bandwidth if row else None
     if bandwidth is None:
@@ -203,12 +202,8 @@ def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRo
         memory=memory,
         family=row.family if row else "cuda",
         bandwidth_gbps=bandwidth,
-        fp16_tflops=fp16,
-        fp8_tflops=fp8,
-        fp4_tflops=fp4,
-        compute_units=row.compute_units if row else 0,
+        **table.facts(row),
         compute_capability=gpu.compute_capability or (row.compute_capability if row else ""),
-        match=row.name if row else "",
         findings=tuple(findings),
     )
 
@@ -255,7 +250,8 @@ def _amd(readings: Readings, system: _System) -> Device | None:
         larger = usable.carve_out_alone if gpu.vram_total_bytes >= gpu.gtt_total_bytes else usable.gtt_alone
         memory = larger(gpu, system.base.memory)
     findings += _gtt_findings(gpu, system, row)
-    fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
+    facts = table.facts(row)
+    facts["compute_units"] = gpu.compute_units or facts["compute_units"]
     return replace(
         system.base,
         name=_amd_name(readings, gpu, row),
@@ -264,12 +260,8 @@ def _amd(readings: Readings, system: _System) -> Device | None:
         family=row.family if row else "APU",
         memory=memory,
         bandwidth_gbps=_apu_bandwidth(system, row),
-        fp16_tflops=fp16,
-        fp8_tflops=fp8,
-        fp4_tflops=fp4,
-        compute_units=gpu.compute_units or (row.compute_units if row else 0),
+        **facts,
         compute_capability=gpu.gfx,
-        match=row.name if row else "",
         findings=(*system.base.findings, *findings),
     )
 

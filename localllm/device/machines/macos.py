@@ -41,7 +41,6 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         findings.append(Finding("warning", f"{chip} with {cores} GPU cores is not in the table: bandwidth unknown"))
     elif cores is None:
         findings.append(Finding("warning", f"the number of GPU cores could not be read: took {row.name}"))
-    fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
     return Device(
         name=f"{chip} ({cores}-core GPU)" if cores else chip,
         kind="unified",
@@ -49,14 +48,10 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         family=row.family if row else " ".join(chip.split()[:2]),
         memory=memory,
         bandwidth_gbps=row.bandwidth if row else None,
-        fp16_tflops=fp16,
-        fp8_tflops=fp8,
-        fp4_tflops=fp4,
-        compute_units=cores or 0,
+        **(table.facts(row) | {"compute_units": cores or 0}),
         os="macOS",
         cpu=chip,
         n_cpu_cores=mac.cpu_cores,
-        match=row.name if row else "",
         findings=tuple(findings),
     )
 

@@ -124,7 +124,6 @@ def _integrated(
             others,
             dedicated,
         )
-        fp16, fp8, fp4 = table.tflops(row)
         return replace(
             base,
             name=adapter.name,
@@ -133,11 +132,7 @@ def _integrated(
             family=row.family,
             memory=memory,
             bandwidth_gbps=row.bandwidth if "Halo" in row.family else told or row.bandwidth or base.bandwidth_gbps,
-            fp16_tflops=fp16,
-            fp8_tflops=fp8,
-            fp4_tflops=fp4,
-            compute_units=row.compute_units,
+            **table.facts(row),
             compute_capability=row.compute_capability,
-            match=row.name,
         )
     return None

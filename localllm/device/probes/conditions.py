@@ -78,7 +78,7 @@ def read(ours: frozenset[int] = frozenset()) -> Conditions:
     now = moment(
         hottest_c=_hottest_c(),
         stalled_percent=float(found.group(1)) if found else None,
-        on_battery=_on_battery(),
+        on_battery=on_battery(),
         throttled=sorted(set(throttled)),
         beside=sorted(set(beside)),
     )
@@ -106,7 +106,8 @@ def _hottest_c() -> float | None:
     return max((s.current for group in sensors.values() for s in group if s.current), default=None)
 
 
-def _on_battery() -> bool | None:
+def on_battery() -> bool | None:
+    """Whether this machine runs on its battery; None where it does not say."""
     import psutil
 
     try:

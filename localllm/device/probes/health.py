@@ -13,6 +13,7 @@ from pathlib import Path
 
 from localllm.device.health import BuildFacts, HealthFacts, WorkerProcess
 from localllm.device.probes import read_text, run
+from localllm.device.probes.conditions import on_battery
 
 _WORKERS = {"localllm.engine.worker.worker", "localllm.engine.worker.embedding"}
 
@@ -29,7 +30,7 @@ def read(cache: Path, data: Path) -> HealthFacts:
         swap=_swap(),
         pressure=read_text("/proc/pressure/memory"),
         platform_profile=read_text("/sys/firmware/acpi/platform_profile"),
-        on_battery=_on_battery(),
+        on_battery=on_battery(),
         pmset=power or None,
         workers=workers(),
     )
@@ -101,16 +102,6 @@ def _swap() -> tuple[int, int] | None:
     except (OSError, RuntimeError):
         return None
     return int(swap.total), int(swap.used)
-
-
-def _on_battery() -> bool | None:
-    import psutil
-
-    try:
-        battery = psutil.sensors_battery()
-    except (AttributeError, OSError, RuntimeError):
-        return None
-    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
 def workers() -> tuple[WorkerProcess, ...]:
