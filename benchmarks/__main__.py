@@ -15,6 +15,7 @@ _PLUMBING = {
     "peers_setup",
     "processes",
     "reference_cache",
+    "rounds",
     "soak_mix",
     "soak_reuse",
     "timing",

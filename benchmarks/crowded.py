@@ -11,8 +11,9 @@ import argparse
 from pathlib import Path
 
 from benchmarks.models import smollm2
+from benchmarks.rounds import interleave, report, write
 from benchmarks.timing import settle, timed
-from localllm.bench.ratio import RoundComparison, interleave, write
+from localllm.bench.ratio import RoundComparison
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
@@ -59,7 +60,7 @@ def main() -> None:
     for chats in (empty, crowded):
         chats.decode_tok_s(_PROMPT_TOKENS, _ANSWER_TOKENS)
     interleave(arguments.rounds, lambda: one("empty", empty), lambda: one("crowded", crowded))
-    write(arguments.out, [table.report("empty")])
+    write(arguments.out, [report(table, "empty")])
     empty.engine.close()
     crowded.engine.close()
 

@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.models import smollm2
+from benchmarks.rounds import interleave, report, write
 from benchmarks.timing import settle, timed
-from localllm.bench.ratio import RoundComparison, interleave, write
+from localllm.bench.ratio import RoundComparison
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
@@ -66,7 +67,7 @@ def main() -> None:
         for server in servers:
             server.ttft_s(list(range(100, 400)))
         interleave(arguments.rounds, *(lambda s=s: one(s) for s in servers))
-        write(arguments.out, [table.report("memory only") for table in (cold, warm)])
+        write(arguments.out, [report(table, "memory only") for table in (cold, warm)])
         for server in servers:
             server.engine.close()
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import smollm2
+from benchmarks.rounds import interleave, report
 from benchmarks.timing import timed
-from localllm.bench.ratio import RoundComparison, interleave
+from localllm.bench.ratio import RoundComparison
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
@@ -100,8 +101,8 @@ def main() -> None:
     bare.decode(16)
     ours.decode(16)
     interleave(arguments.rounds, bare_round, our_round)
-    tg.report("llama_decode loop")
-    pp.report("llama_decode loop")
+    report(tg, "llama_decode loop")
+    report(pp, "llama_decode loop")
 
 
 if __name__ == "__main__":

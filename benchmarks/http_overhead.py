@@ -12,7 +12,8 @@ import tempfile
 from benchmarks.engine_overhead import Bare
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server
-from localllm.bench.ratio import RoundComparison, interleave
+from benchmarks.rounds import interleave, report
+from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import user
 from localllm.bench.stream import free_port
 
@@ -38,7 +39,7 @@ def main() -> None:
             ),
         )
         server.stop()
-    table.report("llama_decode loop")
+    report(table, "llama_decode loop")
 
 
 if __name__ == "__main__":

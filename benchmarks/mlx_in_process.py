@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import smollm2_mlx
-from localllm.bench.ratio import RoundComparison, interleave, write
+from benchmarks.rounds import interleave, report, write
+from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import unique
 
 OURS, THEIRS = "localllm", "mlx-lm"
@@ -93,7 +94,7 @@ def main() -> None:
     for table in bench.tables.values():
         table.values.clear()
     interleave(arguments.rounds, *runs)
-    write(arguments.out, [table.report(THEIRS) for table in bench.tables.values() if table.values])
+    write(arguments.out, [report(table, THEIRS) for table in bench.tables.values() if table.values])
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from unittest.mock import patch
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import ProcessScenarios, Server
 from localllm.bench.scenarios import SYSTEM, source_file, unique, user
-from localllm.bench.stream import Messages, free_port
-from localllm.bench.token_counts import Counter, TokensRead, computed_tokens
+from localllm.bench.stream import BenchTarget, Messages, free_port
+from localllm.bench.token_counts import Counter, Tokens, TokensRead, tokenized
 
 _ANSWER_TOKENS = 24
 _CHATS, _TURNS = 3, 4
@@ -41,6 +41,21 @@ _FULL_GB, _BIGLINE_GB, _BIGLINE_DISK_GB = 0.2, 0.06, 1
 # About 6,000 tokens and 200; a word is about six tokens at first, less in the mean.
 _BIG_WORDS, _SHORT_WORDS = 1150, 40
 _LONG_WORDS, _LONG_CONTEXT = 3600, 24576
+
+
+def computed_tokens(target: BenchTarget) -> Tokens:
+    """Tokens of messages as `target` (ours or llama-server) makes them; behind an answer, which comes last, only those
+    that it computed: what the template puts there has not been read yet, nor has the answer's last token."""
+
+    def tokens(messages: Messages) -> list[int]:
+        answered = messages[-1]["role"] == "assistant"
+        asked = messages[:-1] if answered else messages
+        prompt = str(target.post(f"{target.root}/apply-template", {"messages": asked})["prompt"])
+        if not answered:
+            return tokenized(target, prompt)
+        return tokenized(target, prompt + messages[-1]["content"])[:-1]
+
+    return tokens
 
 
 @dataclass

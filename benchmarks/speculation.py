@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.models import gemma, smollm2
-from localllm.bench.ratio import RoundComparison, interleave, write
+from benchmarks.rounds import interleave, report, write
+from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import NAMES, copy_edit
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
@@ -154,7 +155,7 @@ def main() -> None:
                     to.add(mode, bench.run(kind, streams, seed, mode, n))
 
             interleave(options.rounds, once)
-            results.append(comparison.report("off"))
+            results.append(report(comparison, "off"))
     figures = bench.engine.snapshot()
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items() if "draft" in k or "verify" in k})
     print(f"answers that differed between off and auto: {bench.differing}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,21 +50,12 @@ class RoundComparison:
         known = self.known(name)
         return statistics.median(known) if known else math.nan
 
-    def ratio(self, name: str, to: str) -> float:
-        """Median of `name` over median of `to`."""
-        return self.median(name) / self.median(to) if self.median(to) else math.nan
-
     def ratios(self, name: str, to: str) -> Ratio | None:
         """The rounds' own ratios, of those rounds in which both gave a value; None where there is no such round. What
         changes from round to round (the text, the neighbours) cancels out."""
         pairs = zip(self.values.get(name, ()), self.values.get(to, ()), strict=False)
         found = tuple(a / b for a, b in pairs if b and not math.isnan(a / b))
         return Ratio(statistics.median(found), min(found), max(found), found) if found else None
-
-    def paired(self, name: str, to: str) -> float:
-        """Median of the rounds' own ratios; NaN where there is none."""
-        ratios = self.ratios(name, to)
-        return ratios.median if ratios is not None else math.nan
 
     def to_json(self, first: str) -> dict[str, Any]:
         """Everything, with the ratio of `first` to every other name."""
@@ -100,30 +88,6 @@ class RoundComparison:
             if ratios is not None:
                 said[-1] += f"  {first[:width]} ÷ it: {ratios}"
         return said
-
-    def report(self, to: str) -> dict[str, object]:
-        """Print one line per name, with its ratio to `to`, and return the figures."""
-        print(f"\n{self.title}")
-        for name in self.values:
-            known = self.known(name) or [math.nan]
-            spread = f"[{min(known):.4g}–{max(known):.4g}]"
-            ratios = f"× {self.ratio(name, to):.3f}, round by round {self.paired(name, to):.3f}"
-            print(f"  {name:28} {self.median(name):10.4g} {self.unit:8} {spread:22} {ratios}", flush=True)
-        medians, paired = ({n: of(n) for n in self.values} for of in (self.median, lambda n: self.paired(n, to)))
-        return {"title": self.title, "unit": self.unit, "medians": medians, "paired": paired, "to": to}
-
-
-def interleave(rounds: int, *runs: Callable[[], None]) -> None:
-    for i in range(rounds):
-        for run in runs:
-            run()
-        print(f"  round {i + 1}/{rounds}", file=sys.stderr)
-
-
-def write(path: str | None, results: Sequence[dict[str, object]]) -> None:
-    if path:
-        with open(path, "w", encoding="utf-8") as f:
-            json.dump(results, f, indent=1)
 
 
 def _or_none(value: float) -> float | None:

@@ -97,21 +97,6 @@ def _tokens_at(target: BenchTarget) -> Tokens:
     return tokens
 
 
-def computed_tokens(target: BenchTarget) -> Tokens:
-    """Tokens of messages as `target` (ours or llama-server) makes them; behind an answer, which comes last, only those
-    that it computed: what the template puts there has not been read yet, nor has the answer's last token."""
-
-    def tokens(messages: Messages) -> list[int]:
-        answered = messages[-1]["role"] == "assistant"
-        asked = messages[:-1] if answered else messages
-        prompt = str(target.post(f"{target.root}/apply-template", {"messages": asked})["prompt"])
-        if not answered:
-            return tokenized(target, prompt)
-        return tokenized(target, prompt + messages[-1]["content"])[:-1]
-
-    return tokens
-
-
 def tokenized(target: BenchTarget, text: str, *, special: bool = True) -> list[int]:
     """The tokens of `text`; with `special` as those of a prompt, which begins with what prompts begin with. Raises
     BackendError where the server lends no tokenizer."""

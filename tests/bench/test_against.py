@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -281,5 +280,4 @@ def test_ratios_are_of_the_rounds_in_which_both_gave_a_value(rounds: list[tuple[
     both = [a / b for a, b in rounds if a is not None and b is not None]
     ratios = scenarios.ratios("a", "b")
     assert (ratios.rounds if ratios is not None else ()) == tuple(both)
-    assert math.isnan(scenarios.paired("a", "b")) == (not both)
     assert all(len(line) <= 120 for line in scenarios.lines("a"))
