@@ -48,7 +48,6 @@ _MOST_NESTED = 8
 _ASKING_S = 1.0
 # A class of letters in an expression, behind anything escaped.
 _CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])+)\]", re.DOTALL)
-_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _SCALARS = (str, int, float, bool, type(None))
 ANY_ORDER = "x-any-order"
 """In a schema within Lark: members of its objects come as the model orders them."""
@@ -347,10 +346,10 @@ class JsonRules:
 
 def _quoted(value: Any) -> str:
     """The Lark of a plain value as JSON."""
-    return _text(json.dumps(value, ensure_ascii=False))
+    return text(json.dumps(value, ensure_ascii=False))
 
 
-def _text(said: str) -> str:
+def text(said: str) -> str:
     """A Lark string; its escapes are JSON's."""
     return json.dumps(said, ensure_ascii=False)
 

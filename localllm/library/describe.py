@@ -101,15 +101,9 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
 
 
 def _variant(selection: Selection, listing: Listing) -> Variant:
-    from localllm_catalog.types import Variant
-
     projector = variants.projector_of(listing, selection.files[0].name)
-    return Variant(
-        "mlx" if selection.format == "mlx" else "gguf",
-        selection.quant,
-        listing.repo,
-        tuple(file.name for file in selection.files),
-        selection.weights_bytes,
+    return replace(
+        selection.variant(listing.repo),
         mmproj_file=projector.name if projector else "",
         mmproj_bytes=projector.size_bytes if projector else 0,
         source=_OF_THE_HUB,

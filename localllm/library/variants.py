@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from localllm.errors import DownloadError, ModelFileError
 from localllm.library import hub, names
@@ -42,6 +42,13 @@ class Selection:
     @property
     def weights_bytes(self) -> int:
         return sum(f.size_bytes for f in self.files if f.name.lower().endswith((".gguf", ".safetensors")))
+
+    def variant(self, repo: str) -> Variant:
+        """These files of `repo` in the catalog's terms."""
+        from localllm_catalog.types import Variant
+
+        form: Literal["mlx", "gguf"] = "mlx" if self.format == "mlx" else "gguf"
+        return Variant(form, self.quant, repo, tuple(f.name for f in self.files), self.weights_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -195,18 +202,7 @@ def sensible_bytes() -> int:
 
 def _chosen(there: list[Selection], listing: Listing, model: Model, choose: Choose) -> Selection:
     """What `choose` picks of the variants that are really there, with their real sizes."""
-    from localllm_catalog.types import Variant
-
-    offered = {
-        selection.files[0].name: Variant(
-            "mlx" if selection.format == "mlx" else "gguf",
-            selection.quant,
-            listing.repo,
-            tuple(f.name for f in selection.files),
-            selection.weights_bytes,
-        )
-        for selection in there
-    }
+    offered = {selection.files[0].name: selection.variant(listing.repo) for selection in there}
     variant = choose(replace(model, variants=tuple(offered.values())))
     return next((s for s in there if variant.files and s.files[0].name == variant.files[0]), there[0])
 

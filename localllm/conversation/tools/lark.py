@@ -10,6 +10,7 @@ from typing import Any
 from localllm.conversation.tools.base import Grammar, NamedSchemas
 from localllm.conversation.tools.schemas import as_object
 from localllm.grammars.json_lark import ANY_ORDER, SPACE
+from localllm.grammars.json_lark import text as text
 
 # Tokens as llguidance's Lark writes them: by their names, without quotes.
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
@@ -19,11 +20,6 @@ _MOST_FREE = 4
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 # What a derivative-based matcher has no way to say: looking around, and what was said before.
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
-
-
-def text(said: str) -> str:
-    """A Lark string; its escapes are JSON's."""
-    return json.dumps(said, ensure_ascii=False)
 
 
 def spelled(said: str) -> str:

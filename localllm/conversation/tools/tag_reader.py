@@ -22,13 +22,15 @@ Parse: TypeAlias = Callable[[str], list[Call] | None]
 @dataclass(frozen=True, slots=True)
 class TagPatterns:
     """How calls with tagged parameters are recognised: opening and closing of a function (no closing: it lasts to the
-    end) and of a parameter. Names are the first groups of the openings. `wrapped`: a value stands on lines of its own."""
+    end) and of a parameter. Names are the first groups of the openings. `wrapped`: a value stands on lines of its own.
+    `is_json`: whether a parameter's opening says itself that its value is JSON, and not text (None: its schema says it)."""
 
     function: re.Pattern[str]
     function_end: str
     parameter: re.Pattern[str]
     parameter_end: str
     wrapped: bool = False
+    is_json: Callable[[re.Match[str]], bool] | None = None
 
 
 class _OpenError(Exception):
@@ -69,10 +71,12 @@ class TaggedFormat(ToolFormat):
 
 
 def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Call] | None:
-    """The calls of `block` with values as their schemas say."""
+    """The calls of `block` with values as their openings or their schemas say."""
 
     def valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any]:
-        name = function[1]
+        name, is_json = function[1], tags.is_json
+        if is_json is not None:
+            return {m[1]: json.loads(v) if is_json(m) else v for m, v in pairs}
         return {m[1]: typed(unwrapped(v) if tags.wrapped else v, m[1], name, tools) for m, v in pairs}
 
     return read_calls(block, tools, tags, valued)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
 from localllm.conversation.tools.call_grammars import TagGrammar
 from localllm.conversation.tools.lark import json_calls, spelled, text
-from localllm.conversation.tools.readers import Call, JsonFormat
-from localllm.conversation.tools.tag_reader import RawParameter, TaggedFormat, TagPatterns, read_calls
+from localllm.conversation.tools.readers import JsonFormat
+from localllm.conversation.tools.tag_reader import TaggedFormat, TagPatterns
 
 _HEAD = re.compile(
     r"[\s`]*(?:<｜tool▁call▁end｜>)?\s*(?:<｜tool▁call▁begin｜>)?\s*"
@@ -50,6 +48,7 @@ _PATTERNS = TagPatterns(
     "</｜DSML｜invoke>",
     re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>'),
     "</｜DSML｜parameter>",
+    is_json=lambda opening: opening[2] == "false",
 )
 _GRAMMAR = TagGrammar(
     head=lambda name: f'<｜DSML｜invoke name="{name}">\n',
@@ -58,10 +57,6 @@ _GRAMMAR = TagGrammar(
     end="</｜DSML｜invoke>\n",
     loose=True,  # V4 writes an empty line where there is no parameter
 )
-
-
-def _valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any]:
-    return {m[1]: json.loads(v) if m[2] == "false" else v for m, v in pairs}
 
 
 class Dsml(TaggedFormat):
@@ -76,9 +71,6 @@ class Dsml(TaggedFormat):
     one_block = True
     patterns = _PATTERNS
     grammar = _GRAMMAR
-
-    def calls(self, block: str, tools: Sequence[Tool]) -> list[Call] | None:
-        return read_calls(block, tools, self.patterns, _valued)
 
 
 FORMATS = (DeepSeek(), Dsml())

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from localllm.conversation.reply import TurnEnd
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.call_grammars import ANY_NUMBER, TagGrammar
 from localllm.conversation.tools.lark import json_calls, text
-from localllm.conversation.tools.readers import Call, JsonReader
-from localllm.conversation.tools.tag_reader import RawParameter, TaggedFormat, TagPatterns, read_calls
+from localllm.conversation.tools.readers import JsonReader
+from localllm.conversation.tools.tag_reader import TaggedFormat, TagPatterns
 
 _HEAD = re.compile(
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*"
@@ -54,6 +52,7 @@ _PATTERNS = TagPatterns(
     "<|close|>call<|sep|>",
     re.compile(r'\s*<\|open\|>argument key="([^"]+)"(?: type="(\w+)")?[^<]*<\|sep\|>'),
     "<|close|>argument<|sep|>",
+    is_json=lambda opening: opening[2] not in (None, "string"),
 )
 
 
@@ -69,10 +68,6 @@ _GRAMMAR = TagGrammar(
     end="<|close|>call<|sep|>",
     tokens=True,
 )
-
-
-def _valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any]:
-    return {m[1]: v if m[2] in (None, "string") else json.loads(v) for m, v in pairs}
 
 
 class KimiK3(TaggedFormat):
@@ -95,9 +90,6 @@ class KimiK3(TaggedFormat):
     one_block = True
     patterns = _PATTERNS
     grammar = _GRAMMAR
-
-    def calls(self, block: str, tools: Sequence[Tool]) -> list[Call] | None:
-        return read_calls(block, tools, self.patterns, _valued)
 
 
 FORMATS = (Kimi(), KimiK3())
