@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
-from localllm.cli.commands.shared import Json, Power
+from localllm.cli.commands.shared import Json, Power, print_json
 
 if TYPE_CHECKING:
     from localllm.cli.compose.load_plan import LoadPlan
@@ -93,9 +93,7 @@ def bench(
     if share is not None:
         _share(share, None)
     if as_json:
-        import json
-
-        print(json.dumps(figures, indent=1))
+        print_json(figures)
         return
     print("\n".join(lines(figures)))
 

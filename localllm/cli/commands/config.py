@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.commands.shared import Json, print_json, table
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -27,10 +29,9 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def config(
     context: typer.Context,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the settings: value, where it comes from, and the names to change it by. Keys are never shown."""
-    import json
     import sys
 
     from localllm.settings import config_path
@@ -39,13 +40,10 @@ def config(
         return
     rows = settings_now()
     path = config_path()
-    if json_:
-        print(json.dumps({"config_file": str(path), "settings": rows}, indent=2))
+    if as_json:
+        print_json({"config_file": str(path), "settings": rows})
         return
-    shown = [(r["name"], _said(r["value"]), r["origin"], r["help"]) for r in rows]
-    widths = [max(len(row[i]) for row in shown) for i in range(3)]
-    for name, value, origin, about in shown:
-        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin:{widths[2]}}  {about}")
+    print(table([(r["name"], _said(r["value"]), r["origin"], r["help"]) for r in rows]))
     there = "" if path.exists() else " (not there yet)"
     print(f"\nset them by `localllm config set NAME VALUE` (in {path}{there}),", file=sys.stderr)
     print("by LOCALLLM_NAME in the environment, or by flags", file=sys.stderr)
@@ -61,9 +59,7 @@ def keys() -> None:
     take_keys()
     rows = [(key.id, key.keys_now, key.help) for key in KEYS if key.id]
     rows += [(f"command.{c.name}", remapped().get(f"command.{c.name}", c.keys), c.help) for c in COMMANDS if c.keys]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    for name, now, about in rows:
-        print(f"{name:{widths[0]}}  {now:{widths[1]}}  {about}".rstrip())
+    print(table(rows))
 
 
 @app.command("set", short_help="Set one in config.toml: `config set context 16384`.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json
+from localllm.cli.commands.shared import Json, print_json, table
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -37,19 +37,14 @@ def licences(
 
     A model's own terms hold: what the catalog says of them is a help to find them, not advice.
     """
-    import json
-
     libraries = list(installed("localllm"))
     known = catalog_models() if models else []
     if as_json:
-        print(json.dumps({"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}, indent=2))
+        print_json({"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]})
         return
-    for rows in (libraries, known):
-        width = max((len(f"{row.name} {row.version}") for row in rows), default=0)
-        for row in rows:
-            print(f"{f'{row.name} {row.version}':<{width}}  {row.licence}")
-        if rows is libraries and known:
-            print()
+    print(
+        "\n\n".join(table([(f"{x.name} {x.version}", x.licence) for x in rows]) for rows in (libraries, known) if rows)
+    )
 
 
 def installed(root: str) -> Iterator[Terms]:

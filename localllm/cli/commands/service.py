@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json
+from localllm.cli.commands.shared import Json, print_json
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ def install(
 @app.command()
 def status(as_json: Json = False, manager: ManagerName = None) -> None:
     """Show whether it runs. Exits with 3 where it is not installed, with 6 where it is and does not run."""
-    import json
     from dataclasses import asdict
 
     from localllm.cli.service_unit import address_of
@@ -80,7 +79,7 @@ def status(as_json: Json = False, manager: ManagerName = None) -> None:
     state = _manager(manager).state()
     address = address_of(state.pid)
     told = {**asdict(state), "address": address}
-    print(json.dumps(told, indent=2) if as_json else "\n".join(_lines(state, address)))
+    print_json(told) if as_json else print("\n".join(_lines(state, address)))
     if not state.running:
         raise typer.Exit(6 if state.installed else 3)
 

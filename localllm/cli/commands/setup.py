@@ -117,18 +117,19 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
 
     out = [machine.name, *(f"  {found}" for found in _findings(machine))]
     for recipe in recipes:
-        out.append(f"  {recipe.title}{f' ({recipe.takes})' if recipe.takes else ''}")
-        out.append(f"    because {recipe.because}")
-        out += [f"    needs {need}" for need in recipe.needs]
+        out += _why(recipe, "  ")
         out += [f"    $ {step.command()}" for step in recipe.steps]
         out += [f"    note: {note}" for note in recipe.notes]
-        for other in recipe.otherwise:
-            out.append(f"    else {other.title}{f' ({other.takes})' if other.takes else ''}")
-            out.append(f"      because {other.because}")
-            out += [f"      needs {need}" for need in other.needs]
+        out += [line for other in recipe.otherwise for line in _why(other, "    ", "else ")]
         if recipe.name != builds.OWN and not recipe.into_environment:
             out.append("    else what came with localllm goes on")
     return out
+
+
+def _why(recipe: BuildRecipe, indent: str, lead: str = "") -> list[str]:
+    takes = f" ({recipe.takes})" if recipe.takes else ""
+    needs = [f"{indent}  needs {need}" for need in recipe.needs]
+    return [f"{indent}{lead}{recipe.title}{takes}", f"{indent}  because {recipe.because}", *needs]
 
 
 def _findings(machine: Device) -> list[str]:

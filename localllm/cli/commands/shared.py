@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -35,7 +36,7 @@ def gb(n_bytes: float) -> str:
     return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
 
 
-def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows as lines with their columns below each other; those numbered in `right` end at the same place."""
     from localllm.plain_output import plain
 
