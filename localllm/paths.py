@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 APP = "localllm"
+_MOST_JSON_BYTES = 32 << 20
 
 
 def _dir(env: str, default: Path) -> Path:
@@ -78,3 +80,16 @@ def write_private(path: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of ordinary size; {} for a file that is not there, damaged, or of anything else."""
+    import json
+
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            return {}
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}

@@ -83,7 +83,7 @@ class FigureFile:
 
     def cached(self, folder: Path, machine: str) -> Figure | None:
         """The figure kept for `machine`, None if there is none or it is unreadable."""
-        return self._figure(self._known(folder).get(machine))
+        return self._figure(paths.read_json(folder / self.file_name).get(machine))
 
     def settled(self, folder: Path, machine: str) -> Figure | None:
         """The figure kept for `machine` that later ones won't better: what a recommendation counts on, which must not go by the load."""
@@ -91,13 +91,13 @@ class FigureFile:
 
     def beginning_with(self, folder: Path, start: str, *, settled: bool = False) -> dict[str, Figure]:
         """The figures of every machine whose name begins so, by the rest of the name; of `settled` ones, those alone."""
-        found = {name.removeprefix(start): self._figure(entry) for name, entry in self._known(folder).items()
+        found = {name.removeprefix(start): self._figure(entry) for name, entry in paths.read_json(folder / self.file_name).items()
                  if name.startswith(start) and not (settled and 0 < _tries(entry) < _MOST_TRIES)}  # fmt: skip
         return {rest: figure for rest, figure in found.items() if figure is not None}
 
     def due(self, folder: Path, machine: str) -> bool:
         """True where `machine` has no figure, or one of a busy moment that was not tried often enough to better."""
-        entry = self._known(folder).get(machine)
+        entry = paths.read_json(folder / self.file_name).get(machine)
         return self._figure(entry) is None or 0 < _tries(entry) < _MOST_TRIES
 
     def keep(self, folder: Path, machine: str, taken: MeasuredFigure) -> Figure:
@@ -108,7 +108,7 @@ class FigureFile:
         """Remember what was `taken` for each machine, and return it; a cache that can't be written is no error (it is measured
         again). A figure of a busy moment gives way to a higher one alone, and is never put in place of a higher one: no
         machine is faster than it is."""
-        known = self._known(folder)
+        known = paths.read_json(folder / self.file_name)
         figures = {machine: self._better(known, machine, measured) for machine, measured in taken.items()}
         try:
             paths.write_private(paths.private_dir(folder) / self.file_name, json.dumps(known, indent=1))
@@ -125,13 +125,6 @@ class FigureFile:
             figure = kept if tries else figure
         known[machine] = {"value": figure.value, "source": figure.source} | ({"tries": tries + 1} if taken.busy else {})
         return figure
-
-    def _known(self, folder: Path) -> dict[str, Any]:
-        try:
-            known = json.loads((folder / self.file_name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return known if isinstance(known, dict) else {}
 
     def _figure(self, entry: Any) -> Figure | None:
         try:

@@ -128,8 +128,5 @@ def _text(path: Path) -> str:
 
 
 def _setting(path: Path, key: str) -> str:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")).get(key, "")
-    except (OSError, ValueError, AttributeError):
-        return ""
+    value = paths.read_json(path).get(key, "")
     return value if isinstance(value, str) else ""

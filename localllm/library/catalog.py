@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from localllm import paths
 from localllm.errors import CatalogFileError, ModelFileError
 from localllm.library import names
 
@@ -28,8 +29,6 @@ _DATED = re.compile(r"# Read from the hub on (\d{4}-\d\d-\d\d)")
 
 
 def user_folder() -> Path:
-    from localllm import paths
-
     return paths.config_dir() / "models"
 
 
@@ -50,7 +49,6 @@ def load_catalog() -> Catalog:
 
     Raises CatalogFileError naming the file, what is wrong in it and what to do.
     """
-    from localllm import paths
     from localllm_catalog import catalog
     from localllm_catalog.errors import CatalogError
 
@@ -112,20 +110,11 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
         files = {name: (folder / name).stat().st_size for name in names.mlx_weights(os.listdir(folder))}
-        return from_hf.model_from_config(config, files, known=known, generation=_generation_config(folder))
+        # A model runs without the one of generation, too.
+        stated = paths.read_json(folder / "generation_config.json")
+        return from_hf.model_from_config(config, files, known=known, generation=stated)
     except (CatalogError, OSError, ValueError) as e:
         raise _unreadable(folder, e) from e
-
-
-def _generation_config(folder: Path) -> Mapping[str, Any]:
-    """The folder's generation_config.json; {} where there is none, or none that reads: a model runs without it."""
-    import json
-
-    try:
-        stated = json.loads((folder / "generation_config.json").read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError):
-        return {}
-    return stated if isinstance(stated, dict) else {}
 
 
 def _unreadable(source: Path | str, error: Exception) -> ModelFileError:

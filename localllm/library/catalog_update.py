@@ -20,7 +20,7 @@ from localllm.library.catalog import UPDATE_FILE
 from localllm.library.hub import HubUnreachableError, Listing
 
 if TYPE_CHECKING:
-    from localllm_catalog.types import Experts, Layer, Model, Variant
+    from localllm_catalog.types import Layer, Model, Variant
 
 # A file further from what its format and the model's shapes say is something else: a draft head, a part, another model.
 _PLAUSIBLE = 0.4
@@ -280,7 +280,7 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         bits = 8 * variant.input_bytes / (model.lookup_params + model.vocab_size * model.hidden_size)
         said["lookup"] = {"params": model.lookup_params, "rows": model.lookup_rows, "bits": round(bits, 2)}
     if model.experts is not None:
-        said["experts"] = _experts(model.experts)
+        said["experts"] = {_HEADER_NAMES[key]: n for key, n in asdict(model.experts).items() if n}
     if model.reasoning_kind != "none":
         said["reasoning"] = {"kind": model.reasoning_kind}
     return {key: value for key, value in said.items() if value not in ("", 0, False, {}, [])}
@@ -290,10 +290,6 @@ def _layer(layer: Layer, times: int) -> dict[str, Any]:
     said = {f.name: getattr(layer, f.name) for f in fields(layer)}
     defaults = {f.name: f.default for f in fields(layer)}
     return {"times": times, **{key: value for key, value in said.items() if value != defaults[key]}}
-
-
-def _experts(experts: Experts) -> dict[str, int]:
-    return {_HEADER_NAMES[key]: value for key, value in asdict(experts).items() if value}
 
 
 def _sampling(model: Model) -> dict[str, Any]:

@@ -95,11 +95,7 @@ def kept_in() -> Path:
 
 
 def _remembered() -> dict[str, str]:
-    try:
-        kept = json.loads(kept_in().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in kept.items() if isinstance(v, str)} if isinstance(kept, dict) else {}
+    return {k: v for k, v in paths.read_json(kept_in()).items() if isinstance(v, str)}
 
 
 def _remember(key: str, digest: str) -> None:

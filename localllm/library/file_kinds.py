@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm import paths
 from localllm.errors import ModelFileError
 from localllm.library import names
 from localllm_catalog.errors import CatalogError
@@ -80,10 +80,7 @@ def header_facts(file: Path) -> dict[str, Any]:
     from localllm_catalog import gguf
 
     if file.is_dir():
-        try:
-            config = json.loads((file / "config.json").read_text("utf-8"))
-        except (OSError, ValueError):
-            return {}
+        config = paths.read_json(file / "config.json")
         named = {
             "model_type": "architecture",
             "hidden_size": "embedding_length",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from localllm import paths
 from localllm.library import file_kinds, names
 from localllm.library.file_kinds import is_gguf
 from localllm.library.types import LocalModel, Origin
@@ -16,7 +16,6 @@ from localllm.library.types import LocalModel, Origin
 _MAX_FILES = 20_000
 # Folders within folders: deeper than anybody keeps models, and a bound where links make a circle of them.
 DEPTH = 16
-_MAX_JSON_BYTES = 32 << 20
 # Tokenizers and generators of text; the other folders with safetensors in a hub cache (encoders, diffusion) are not ours.
 _TEXT_ARCHITECTURES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
@@ -114,14 +113,14 @@ def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = 
     shards = [by_name[name] for name in names.mlx_weights(by_name)]
     if "config.json" not in by_name or not shards:
         return None
-    config = read_json(by_name["config.json"])
+    config = paths.read_json(by_name["config.json"])
     quantized = config.get("quantization") or config.get("quantization_config")
     architectures = config.get("architectures") or []
     if not quantized and not any(str(a).endswith(_TEXT_ARCHITECTURES) for a in architectures if isinstance(a, str)):
         return None
     index = by_name.get("model.safetensors.index.json")
     if index is not None:
-        weight_map = read_json(index).get("weight_map")
+        weight_map = paths.read_json(index).get("weight_map")
         wanted = set(weight_map.values()) if isinstance(weight_map, dict) else set()
         if not all(isinstance(w, str) and w in by_name for w in wanted):
             return None
@@ -144,17 +143,6 @@ def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:
             return f"{bits}bit"
     kind = config.get("torch_dtype") or config.get("dtype")
     return names.mlx_quant_of(name) or {"bfloat16": "bf16", "float16": "fp16"}.get(str(kind), "")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size; {} for anything else."""
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            return {}
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _total_size(parts: list[Path]) -> int:

@@ -134,7 +134,7 @@ def remove(model: LocalModel) -> int:
 
     Returns the bytes freed. A repository that holds no snapshot file any more goes as a whole. OSError passes through.
     """
-    folder = _repo_of(model.path)
+    folder = _snapshot_of(model.path).parent.parent
     files = [*model.files, *([model.mmproj] if model.mmproj is not None and _is_last(model, folder) else [])]
     if model.format == "mlx":
         files = [f for _, found in folders.walk(model.path, folders.DEPTH) for f in found]
@@ -168,10 +168,6 @@ def _snapshot_of(path: Path) -> Path:
         if parent.parent.name == "snapshots" and _COMMIT.fullmatch(parent.name):
             return parent
     raise FileNotFoundError(f"{path} is not in a snapshot")
-
-
-def _repo_of(path: Path) -> Path:
-    return _snapshot_of(path).parent.parent
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -37,7 +37,7 @@ def gemma_path() -> Path | None:
     from localllm import paths
     from localllm.errors import ModelFileError
 
-    target = _assembled()
+    target = paths.cache_dir() / "models" / GEMMA_FILE
     if target.is_file() and target.stat().st_size == GEMMA_BYTES:
         return target
     parts = _gemma_parts()
@@ -66,12 +66,6 @@ def gemma_path() -> Path | None:
     finally:
         partial.unlink(missing_ok=True)
     return target
-
-
-def _assembled() -> Path:
-    from localllm import paths
-
-    return paths.cache_dir() / "models" / GEMMA_FILE
 
 
 def _gemma_parts() -> list[Path] | None:

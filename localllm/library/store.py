@@ -188,9 +188,10 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
         if found != expected:
             return Checked(model, "bad", f"{file.name} has hash {found[:12]}…, published was {expected[:12]}…")
     if model.format == "gguf":
-        problem = _header_problem(model.path)
-        if problem:
-            return Checked(model, "bad", problem)
+        try:
+            read_header(model.path)
+        except ModelFileError as e:
+            return Checked(model, "bad", e.message)
     return Checked(model, "ok" if hashed else "whole")
 
 
@@ -222,14 +223,6 @@ def new_digest(like: str, size_bytes: int) -> hashlib._Hash:
     if len(like) == 64:
         return hashlib.sha256()
     return hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
-
-
-def _header_problem(path: Path) -> str:
-    try:
-        read_header(path)
-    except ModelFileError as e:
-        return e.message
-    return ""
 
 
 # --- adopt ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-from localllm.device.probes import read_text, run
+from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import Device
 
 Version = tuple[int, int]
@@ -135,16 +135,7 @@ def _rocm() -> Version | None:
 
 def _cuda_driver() -> Version | None:
     """The newest CUDA that the NVIDIA driver runs, by NVML; None without one."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # pynvml has one error class for each return code, and none without the library
-        return None
-    try:
-        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-        return number // 1000, number % 1000 // 10
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
+    number = 0
+    with nvidia.session() as api:
+        number = int(api.nvmlSystemGetCudaDriverVersion_v2()) if api is not None else 0
+    return (number // 1000, number % 1000 // 10) if number else None

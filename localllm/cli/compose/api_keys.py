@@ -51,7 +51,8 @@ def kept_key(*, new: bool = False) -> str:
         key = None if new else _read(path)
         if key is None:
             key = secrets.token_urlsafe(24)
-            _write(path, key)
+            paths.private_dir(path.parent)
+            paths.write_private(path, key + "\n")
     except OSError as e:
         raise LocalLLMError(
             f"the server's key can't be kept in {path}: {e.strerror or e}",
@@ -69,11 +70,6 @@ def _read(path: Path) -> str | None:
     if os.name == "posix" and path.stat().st_mode & 0o077:
         path.chmod(0o600)
     return text if _MADE_UP.fullmatch(text) else None
-
-
-def _write(path: Path, key: str) -> None:
-    paths.private_dir(path.parent)
-    paths.write_private(path, key + "\n")
 
 
 def load_keys() -> tuple[NamedKey, ...]:

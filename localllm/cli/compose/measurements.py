@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from localllm import paths
 from localllm.errors import UsageError
 
 KEEP = 64
@@ -65,18 +66,12 @@ class Record:
 
 
 def path() -> Path:
-    from localllm import paths
-
     return paths.data_dir() / "measurements.json"
 
 
 def load(file: Path | None = None) -> list[Record]:
     """Every readable record, oldest first; a damaged or missing file is no record."""
-    try:
-        raw = json.loads((file or path()).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    entries = raw.get("runs", []) if isinstance(raw, dict) else []
+    entries = paths.read_json(file or path()).get("runs", [])
     found = (_record(entry) for entry in entries if isinstance(entry, dict))
     return [record for record in found if record is not None]
 
@@ -92,8 +87,6 @@ def _record(entry: Mapping[str, Any]) -> Record | None:
 
 def keep(record: Record, file: Path | None = None) -> None:
     """Add `record`, replacing an earlier one of the same machine, variant, backend and settings; oldest go first."""
-    from localllm import paths
-
     target = file or path()
     paths.private_dir(target.parent)
 

@@ -57,7 +57,9 @@ def router_for(
 
     served = served or ServedModels(Settings())
     named = [(load.local, served.model(load.local, load.preset, load)) for load in loads]
-    _check_names([model.name for _, model in named])
+    names = [model.name for _, model in named]
+    if len(set(names)) < len(names):
+        raise UsageError("the same model is named twice", hint=f"named: {', '.join(names)}")
     named += _further_presets(served, named, only=only)
     if not only or len(named) > 1:
         served.admission = ModelAdmission(*memory_for_models())
@@ -69,12 +71,6 @@ def router_for(
         if model not in models:
             models.append(model)
     return ModelRouter(models, served.admission, installed)
-
-
-def _check_names(names: Sequence[str]) -> None:
-    """Raises UsageError when one is there twice."""
-    if len(set(names)) < len(names):
-        raise UsageError("the same model is named twice", hint=f"named: {', '.join(names)}")
 
 
 def _further_presets(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from localllm.planner.placing import OffloadOptions
     from localllm.planner.plan import Overrides
     from localllm.planner.quality import KvPrecision
-    from localllm.planner.speed import Measured
     from localllm.planner.types import Plan, Workload
     from localllm.settings import Settings
     from localllm_catalog.catalog import Catalog
@@ -56,6 +55,7 @@ def plan_inputs(
 ) -> PlanInputs | None:
     """What to plan `local` with on this machine; None where its header can't be read as a model (the engine then says what
     is wrong with it). `drafter`: what drafts."""
+    from localllm.cli.compose import measurements
     from localllm.device.detect import detect, with_matrix_rates
     from localllm.library.catalog import load_catalog
     from localllm.planner import kernels
@@ -73,7 +73,7 @@ def plan_inputs(
         device = with_matrix_rates(device, measure=True, types=types)
     kv_type = settings.value("kv_type")
     overrides = Overrides(
-        measured=_measured(device, model, catalog),
+        measured=measurements.for_planner(measurements.load(), device.name, {**catalog.by_id, model.id: model}),
         kv_type="" if kv_type == "auto" else kv_type,
         kv_evidence=_kv_evidence(local),
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
@@ -151,12 +151,6 @@ def described(local: LocalModel, catalog: Catalog) -> Model | None:
         return read_model(local.path, known=catalog.recognise(local.name, local.path.name))
     except ModelFileError:
         return None
-
-
-def _measured(device: Device, model: Model, catalog: Catalog) -> tuple[Measured, ...]:
-    from localllm.cli.compose import measurements
-
-    return measurements.for_planner(measurements.load(), device.name, {**catalog.by_id, model.id: model})
 
 
 def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm import paths
 from localllm.device.probes.conditions import Conditions, changed
 
 if TYPE_CHECKING:
@@ -58,8 +59,6 @@ class SpeedVerdict:
 
 def path() -> Path:
     """The file that the history is kept in."""
-    from localllm import paths
-
     return paths.data_dir() / "pace.json"
 
 
@@ -110,11 +109,7 @@ def notice(model: str, verdict: SpeedVerdict, earlier: Sequence[StartRecord], he
 
 def load(file: Path | None = None) -> dict[str, list[StartRecord]]:
     """Every model's starts, oldest first, by the key they were kept under; a damaged or missing file is none."""
-    try:
-        raw = json.loads((file or path()).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    models = raw.get("models") if isinstance(raw, dict) else None
+    models = paths.read_json(file or path()).get("models")
     if not isinstance(models, dict):
         return {}
     return {
@@ -136,8 +131,6 @@ def _start(entry: Any) -> StartRecord | None:
 
 def keep(key: str, start: StartRecord, file: Path | None = None) -> None:
     """Add a start; the oldest of this model go first, and the model longest unused. A full disk keeps nothing."""
-    from localllm import paths
-
     target = file or path()
     models = load(target)
     models[key] = [*models.pop(key, [])[-(2 * _MOST_STARTS - 1) :], start]

@@ -44,7 +44,8 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
     """A parameter as JSON; `schema` is where its references point to."""
     if not isinstance(described, Mapping):
         return json_value({})
-    return json_value({ANY_ORDER: True, **_definitions(schema), **described})
+    definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+    return json_value({ANY_ORDER: True, **definitions, **described})
 
 
 def whole_pattern(described: Mapping[str, Any]) -> str | None:
@@ -62,10 +63,6 @@ def whole_pattern(described: Mapping[str, Any]) -> str | None:
 def slashed(expression: str) -> str:
     """`expression` as it stands between a Lark expression's slashes."""
     return _SLASH.sub(lambda m: m[1] or r"\/", expression).replace("\\\n", r"\n").replace("\n", r"\n")
-
-
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: schema[k] for k in ("$defs", "definitions") if k in schema}
 
 
 def any_of(tools: NamedSchemas) -> str:

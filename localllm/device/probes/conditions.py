@@ -6,11 +6,11 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.device.probes import read_text, run
+from localllm.device.probes import nvidia, read_text, run
 
 # Processors throttle themselves near here; graphics cards somewhat below.
 _HOT_C = 90.0
@@ -65,13 +65,14 @@ _THROTTLES = {0x8: "a hardware slowdown", 0x20: "heat (software)", 0x40: "heat (
 
 def read(ours: frozenset[int] = frozenset()) -> Conditions:
     """The conditions now; `ours` are process ids that are no neighbours. What can't be read is not there."""
-    lasting = {"power profile": _profile(), "governor": _governor()}
+    governor = read_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor") or ""
+    lasting = {"power profile": _profile(), "governor": governor.strip()}
     throttled: list[str] = []
     beside: list[str] = []
-    with _nvml() as api:
+    with nvidia.session() as api:
         if api is not None:
-            lasting["NVIDIA driver"] = _text(api.nvmlSystemGetDriverVersion())
-            for handle in _handles(api):
+            lasting["NVIDIA driver"] = nvidia.text(api.nvmlSystemGetDriverVersion())
+            for handle in map(api.nvmlDeviceGetHandleByIndex, range(int(api.nvmlDeviceGetCount()))):
                 throttled += _throttles(api, handle)
                 beside += _neighbours(api, handle, ours)
     found = re.search(r"some avg10=([0-9]+\.[0-9]+)", read_text("/proc/pressure/memory") or "")
@@ -90,10 +91,6 @@ def _profile() -> str:
         found = re.search(r"\b(?:lowpowermode|powermode)\s+(\d)", run("/usr/bin/pmset", "-g") or "")
         return {"0": "normal", "1": "low power", "2": "high power"}.get(found.group(1), "") if found else ""
     return (read_text("/sys/firmware/acpi/platform_profile") or "").strip()
-
-
-def _governor() -> str:
-    return (read_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor") or "").strip()
 
 
 def _hottest_c() -> float | None:
@@ -117,31 +114,6 @@ def on_battery() -> bool | None:
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
-@contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    """NVML's functions; None where there is no NVIDIA driver. What fails within ends the block, and nothing else."""
-    try:
-        import pynvml as api
-    except ImportError:
-        yield None
-        return
-    try:
-        api.nvmlInit()
-    except (api.NVMLError, OSError):
-        yield None
-        return
-    try:
-        with contextlib.suppress(api.NVMLError, AttributeError):
-            yield api
-    finally:
-        with contextlib.suppress(api.NVMLError):
-            api.nvmlShutdown()
-
-
-def _handles(api: Any) -> list[Any]:
-    return [api.nvmlDeviceGetHandleByIndex(i) for i in range(int(api.nvmlDeviceGetCount()))]
-
-
 def _throttles(api: Any, handle: Any) -> list[str]:
     with contextlib.suppress(api.NVMLError, AttributeError):
         bits = int(api.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
@@ -162,7 +134,3 @@ def _neighbours(api: Any, handle: Any, ours: frozenset[int]) -> list[str]:
             except (psutil.Error, OSError):
                 found.append(f"process {process.pid}")
     return found
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -7,7 +7,7 @@ import ctypes
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,39 @@ def nvml() -> str:
     """Every GPU as JSON, "" when NVML can't be loaded or started. Opens no CUDA context (that would cost memory)."""
     if sys.platform == "linux" and "pynvml" not in sys.modules and not _has_driver():
         return ""  # before the module is read: it is 10 ms of every start
+    found: list[dict[str, Any]] | None = None
+    with session() as api:
+        if api is not None:
+            found = [_gpu(api, index) for index in range(int(api.nvmlDeviceGetCount()))]
+    return "" if found is None else json.dumps([gpu for gpu in found if gpu])
+
+
+@contextlib.contextmanager
+def session() -> Iterator[Any]:
+    """NVML's functions for as long as the block runs; None where there is no NVIDIA driver. What fails within ends the block,
+    and nothing else."""
     try:
-        import pynvml
+        import pynvml as api
     except ImportError:
-        return ""
+        yield None
+        return
     with contextlib.suppress(OSError):  # WSL keeps the library off the loader's path; once loaded it is found by name
         ctypes.CDLL(f"{_WSL}/libnvidia-ml.so.1", mode=ctypes.RTLD_GLOBAL)
     try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError, OSError):
-        return ""
+        api.nvmlInit()
+    except (api.NVMLError, OSError):
+        yield None
+        return
     try:
-        gpus = [_gpu(pynvml, index) for index in range(int(pynvml.nvmlDeviceGetCount()))]
-        return json.dumps([gpu for gpu in gpus if gpu])
-    except pynvml.NVMLError:
-        return ""
+        with contextlib.suppress(api.NVMLError, AttributeError):
+            yield api
     finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+        with contextlib.suppress(api.NVMLError):
+            api.nvmlShutdown()
+
+
+def text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _has_driver() -> bool:
@@ -57,7 +72,7 @@ def _gpu(api: Any, index: int) -> dict[str, Any]:
         # AttributeError: a driver or nvidia-ml-py too old for the call.
         with contextlib.suppress(api.NVMLError, AttributeError, ValueError):
             value = call()
-            found[key] = value.decode() if isinstance(value, bytes) else value
+            found[key] = text(value) if isinstance(value, bytes) else value
             return value
         return None
 

@@ -46,11 +46,8 @@ def fitted(examples: Sequence[tuple[Sequence[float], int]]) -> float:
 
 def kept(fingerprint: str) -> float:
     """What was fitted for the model with that fingerprint; 1 where nothing was."""
-    try:
-        said = json.loads(_file(fingerprint).read_text("utf-8"))["temperature"]
-        return float(said) if 0 < said < math.inf else 1.0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 1.0
+    said = paths.read_json(_file(fingerprint)).get("temperature")
+    return float(said) if isinstance(said, int | float) and 0 < said < math.inf else 1.0
 
 
 def keep(fingerprint: str, temperature: float, examples: int) -> None:
