@@ -25,6 +25,7 @@ MEANS: Mapping[str, str] = {
     "eight": "eight at once: tokens/s together",
     "stall": "somebody pastes 3,000 tokens while you read an answer: how long it stands still, in tokens' times",
     "warm": "the next question of a long conversation, and the same question again",
+    "again": "a prompt of 2,000 tokens sent once more as soon as it is answered: an agent that tries again",
     "thrash": "three chats of an editor or agent in turn, with a title asked for after each turn: is what was read kept",
     "cancel": "you stop an answer and ask anew: how long the old one is still in the way",
     "restart": "the server is started again: is a conversation it had read still known",
@@ -62,6 +63,7 @@ NEWCOMER = BenchFigure("stall: newcomer's first token", "s", "less")
 COLD = BenchFigure("cold first token of 1,400", "s", "less")
 WARM = BenchFigure("warm turn ÷ cold first token", "×", "less")
 AGAIN = BenchFigure("identical prompt, first token", "ms", "less")
+AT_ONCE = BenchFigure("2,000 known tokens at once, first token", "ms", "less")
 TWICE = BenchFigure("thrash: tokens read twice", "tokens", "less")
 TURNS = BenchFigure("thrash: mean first token", "ms", "less")
 CANCEL = BenchFigure("cancel: next first token ÷ idle", "×", "less")
@@ -221,6 +223,12 @@ class Scenarios:
         self.put(COLD, t, cold.ttft_s)
         self.put(WARM, t, warm.ttft_s / cold.ttft_s)
         self.put(AGAIN, t, again.ttft_s * 1000)
+
+    def run_again(self, t: BenchTarget) -> None:
+        """The same 2,000 tokens in every round, twice: only the first round reads them."""
+        text = unique(400, self._first)
+        _, again = (self._some(t, t.chat(user(text), 8)) for _ in range(2))
+        self.put(AT_ONCE, t, again.ttft_s * 1000)
 
     def run_thrash(self, t: BenchTarget) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every turn."""

@@ -22,11 +22,10 @@ from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.responses import routes as responses
 from localllm.server.dialects.systemone import routes as systemone
 from localllm.server.http.accounts import caller, label, used_lines
-from localllm.server.http.asgi import App, Message, Receive, Scope, Send
+from localllm.server.http.asgi import OWN_SEND, WRITE, App, Message, Receive, Scope, Send
 from localllm.server.http.errors import MethodError, RouteNotFoundError, envelope, headers_of, internal, log_failure
 from localllm.server.http.gate import SecurityGate, refuse
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.streaming import OWN_SEND
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.served import ModelStore
 from localllm.server.proxy.middleware import ProxyMiddleware
@@ -67,7 +66,7 @@ class EdgeMiddleware:
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers_only = scope["type"] == "http" and scope["method"] == "HEAD"
         if headers_only:
-            scope = {name: value for name, value in scope.items() if name != OWN_SEND} | {"method": "GET"}
+            scope = {name: value for name, value in scope.items() if name not in (OWN_SEND, WRITE)} | {"method": "GET"}
         started = ended = False
 
         async def sending(message: Message) -> None:

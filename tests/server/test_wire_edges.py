@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -170,3 +171,28 @@ def test_a_client_that_leaves_behind_that_is_gone(path: str, more: dict[str, Any
         until(gate.reached.is_set)
         sock.close()
         until(lambda: len(engine.cancelled) == 1)
+
+
+@pytest.mark.parametrize(("version", "size"), [("1.0", 9), ("1.1", 700_000)])
+def test_a_stream_is_whole_to_a_client_that_reads_late(version: str, size: int) -> None:
+    """What the system takes no more of waits, and what comes behind it does not overtake it."""
+    gates = [Gate() for _ in range(4)]
+    pieces = [f"{i}" + "x" * (size if i % 2 else 3) for i in range(16)]
+    script = [*pieces[:4], gates[0], *pieces[4:8], gates[1], *pieces[8:12], gates[2], *pieces[12:], gates[3], "end"]
+    with running_server({"m": ScriptedEngine(script, n_ctx=10**8)}) as server:
+        body = json.dumps({**HI, "max_tokens": 10**7, "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.socket() as sock:
+            sock.settimeout(20)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            for gate in gates:
+                until(gate.reached.is_set)
+                gate.open()
+            with http.client.HTTPResponse(sock, method="POST") as response:
+                response.begin()
+                assert (response.getheader("transfer-encoding") == "chunked") is (version == "1.1")
+                lines = iter(response.readline, b"data: [DONE]\n")
+                said = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+    assert "".join(s["choices"][0]["delta"].get("content", "") for s in said) == "".join([*pieces, "end"])

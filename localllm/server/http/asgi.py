@@ -15,6 +15,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # ASGI scope key of a list: whoever answers in pieces adds a function that sends something without meaning.
 PROBES = "localllm.probes"
+# ASGI scope keys of the server's own `send`, without our middleware, each layer of which costs a coroutine; and of a function that
+# sends one piece of an answer at once (`Connection.write_piece`), where the client takes pieces.
+OWN_SEND, WRITE = "localllm.send", "localllm.write"
 IGNORED = "x-localllm-ignored"
 # The server that answered, where the request was proxied.
 RAN_ON = "x-localllm-ran-on"

@@ -16,7 +16,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localllm.server.http.asgi import PROBES, Receive, Scope, Send
+from localllm.server.http.asgi import PROBES, WRITE, Receive, Scope, Send
 from localllm.server.http.settings import ServerSettings, is_loopback
 
 # ASGI scope key of `Connection.admit`.
@@ -98,6 +98,8 @@ class Connection(H11Protocol):
             scope[ADMIT] = self._admit
             self._probes: list[Callable[[], None]] = []
             scope[PROBES] = self._probes
+            if scope["http_version"] == "1.1":
+                scope[WRITE] = self.write_piece
             await inner(scope, receive, send)
 
         self.app = admitting
@@ -108,6 +110,15 @@ class Connection(H11Protocol):
     def resting(self) -> bool:
         """Whether it has had an answer, and asks for nothing."""
         return self.cycle is not None and self.cycle.response_complete
+
+    def write_piece(self, data: bytes) -> bool:
+        """Send `data`, a piece of an answer that has begun and has no length, as h11 would (RFC 9112 7.1); False where it can't be
+        sent now."""
+        if self.flow.write_paused or self.transport.is_closing():
+            return False
+        if data:  # nothing would be the end
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def end(self) -> None:
         """Close it now. It no longer counts."""

@@ -15,10 +15,9 @@ from urllib.parse import quote
 import uvicorn
 
 from localllm.errors import LocalLLMError
-from localllm.server.http.asgi import App, Receive, Scope, Send
+from localllm.server.http.asgi import OWN_SEND, App, Receive, Scope, Send
 from localllm.server.http.connections import protocol
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.streaming import OWN_SEND
 
 GRACE_S = 5
 _ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)

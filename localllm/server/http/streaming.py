@@ -10,25 +10,25 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError
-from localllm.server.http.asgi import PROBES, Receive, Scope, Send
+from localllm.server.http.asgi import OWN_SEND, PROBES, WRITE, Receive, Scope, Send
 from localllm.server.http.errors import headers_of, internal, log_failure
 from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import ServerSettings
 
 Result = TypeVar("Result")
 _TICK_S = 1.0
-# ASGI scope key of the server's own `send`, without our middleware, each layer of which costs a coroutine per token.
-OWN_SEND = "localllm.send"
 
 
 class Outbox:
-    """A client's send queue. What is written within one turn of the event loop leaves in one send."""
+    """A client's send queue. What is written within one turn of the event loop leaves in one send: straight through
+    `direct` while that is set and takes it, else by whoever waits."""
 
-    __slots__ = ("_pieces", "_waiter", "closed", "error", "writes")
+    __slots__ = ("_pieces", "_waiter", "closed", "direct", "error", "writes")
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
+        self.direct: Callable[[bytes], bool] | None = None
         self.closed = False
         self.error: LocalLLMError | None = None
         self.writes = 0
@@ -36,7 +36,17 @@ class Outbox:
     def write(self, data: bytes) -> None:
         self._pieces.append(data)
         self.writes += 1
-        self._wake()
+        if self.direct is None:
+            self._wake()
+        elif len(self._pieces) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self.direct is not None and self._pieces:
+            if self.direct(b"".join(self._pieces)):
+                self._pieces.clear()
+            else:
+                self._wake()
 
     def close(self, error: LocalLLMError | None = None) -> None:
         """End the queue; `error` if it did not end well."""
@@ -116,7 +126,12 @@ class StreamResponse(Response):
             # Middleware only looks at the headers, and they have been sent.
             send = scope.get(OWN_SEND, send)
             while not (outbox.closed and outbox.empty):
-                await outbox.wait()
+                # A task's turn for every token, and h11's, cost a third of it.
+                outbox.direct = scope.get(WRITE)
+                try:
+                    await outbox.wait()
+                finally:
+                    outbox.direct = None
                 if not outbox.empty:
                     await send({"type": "http.response.body", "body": outbox.take(), "more_body": True})
             last = self._frame_error(outbox.error) if outbox.error is not None else b""

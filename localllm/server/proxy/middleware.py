@@ -10,11 +10,10 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 
 from localllm.errors import LocalLLMError
-from localllm.server.http.asgi import App, Receive, Scope, Send
+from localllm.server.http.asgi import OWN_SEND, App, Receive, Scope, Send
 from localllm.server.http.gate import refuse
 from localllm.server.http.json_body import JsonBody, keep_body, read_body
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.streaming import OWN_SEND
 from localllm.server.proxy import relay
 from localllm.server.proxy.client import ProxyRequest, UpstreamClient, is_stream
 from localllm.server.proxy.upstreams import RemoteModel, Upstream, Upstreams, names_a_model
