@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.examples import NEW, examples
+
 # What a busy machine makes slow is not wrong: no example is judged by its time. The same examples every time, so that what fails
 # was changed and not drawn; `make test-long` draws new ones.
 settings.register_profile(
     "ours",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    derandomize=os.environ.get("LOCALLLM_TEST_EXAMPLES") != "new",
+    derandomize=not NEW,
+    max_examples=examples(100),
 )
 settings.load_profile("ours")
 

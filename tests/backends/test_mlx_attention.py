@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm_backends.mlx import backend_type
+from support.examples import examples
 
 pytestmark = [
     pytest.mark.mlx,
@@ -62,7 +63,7 @@ def write(line: object, numbers: list[float], window: int | None) -> list[list[f
     return seen_by(keys, mask, len(numbers))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     window=st.sampled_from([None, 5, 40]),
     moves=st.lists(st.tuples(st.sampled_from(["write", "cut", "fork"]), st.integers(1, 90)), max_size=25),
@@ -91,7 +92,7 @@ def test_a_line_shows_what_it_should(window: int | None, moves: list[tuple[str, 
     assert write(line, [-3.0], window) == expected([*tokens, -3.0], 1, window)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     window=st.sampled_from([None, 5, 40]),
     lengths=st.lists(st.integers(1, 300), min_size=2, max_size=4),
@@ -216,7 +217,7 @@ def test_layers_grow_in_different_steps() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["write", "step", "cut", "fork"]), st.integers(1, 300)), max_size=8))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str, int]]) -> None:
     """Blocks are copied into the buffers late: not after a cut, a fork or a step that must see them."""
     import mlx.core as mx

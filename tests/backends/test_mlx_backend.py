@@ -22,6 +22,7 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.mlx import backend_type
+from support.examples import examples
 
 pytestmark = [
     pytest.mark.mlx,
@@ -360,7 +361,7 @@ def test_blocks_of_another_model_or_type_are_refused(load: Callable[..., Any]) -
         assert backend.length(target) == 0
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_never_gets_in(load: Callable[..., Any], data: st.DataObject) -> None:
     backend = _shared(load)

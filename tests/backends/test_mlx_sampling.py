@@ -23,6 +23,7 @@ from localllm_backends import conformance
 from localllm_backends.contract import LoadSpec, SampleSpec, SeenTokens
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
+from support.examples import examples
 from support.until import until
 
 pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
@@ -82,7 +83,7 @@ def sampler_of(sampling: Sampling, grammar: Grammar | None, never: tuple[int, ..
     return Sampler(sampling, grammar, TokenRules(never=never, text=spell))  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(samplings, st.sampled_from(KINDS), st.booleans(), st.booleans()), min_size=1, max_size=3),
     st.sampled_from([6, 301, 5_001]),
@@ -135,7 +136,7 @@ def test_what_is_drawn_follows_the_definition(
             assert changed[token] >= changed.max() - 1e-5 * max(1.0, abs(changed.max()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(samplings, min_size=1, max_size=3), st.lists(st.integers(0, 9), max_size=20), st.integers(0, 2**32))
 def test_what_is_drawn_behind_a_token_nobody_has_seen_is_what_would_be_drawn_once_it_is_seen(
     streams: list[Sampling], history: list[int], seed: int

@@ -14,6 +14,7 @@ from localllm_backends.contract import LoadError
 from localllm_backends.control_text import LiteralText
 from localllm_backends.mlx import backend_type
 from models import tiny_mlx
+from support.examples import examples
 
 pytestmark = [
     pytest.mark.mlx,
@@ -76,7 +77,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=st.text(max_size=40), spaces=st.booleans())
 def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(byte_level: Path, text: str, spaces: bool) -> None:
     words = vocabulary(byte_level)
@@ -87,7 +88,7 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(byte_level: Path, tex
     assert words.detokenize(tokens) == wanted.decode()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=st.text(max_size=40))
 def test_byte_fallback_gives_the_bytes_too(sentencepiece: Path, text: str) -> None:
     words = vocabulary(sentencepiece, {}, 270)

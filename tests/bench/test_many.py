@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.many import Costs, Machine, life, measured, simulate
+from support.examples import examples
 
 COSTS = Costs(5000.0, ((1, 0.01), (4, 0.02)))
 
 
 @given(st.integers(1, 6), st.integers(1, 30), st.sampled_from(["prefix", "round robin"]), st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_nothing_is_known_that_was_never_read(boxes: int, people: int, route: str, seed: int) -> None:
     found = simulate(COSTS, boxes, people, route=route, seconds=600, cache_tokens=10**9, seed=seed)
     assert 0 <= found.cached <= found.prompt

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from localllm_catalog import gguf
 from localllm_catalog.errors import BadHeaderError, CatalogError
 from localllm_catalog.from_gguf import model_from_gguf
+from support.examples import examples
 
 from .conftest import gguf_header
 
@@ -94,7 +95,7 @@ def test_the_undamaged_seed_is_accepted(tmp_path: Path) -> None:
     assert model_from_gguf(gguf.read(path)).experts is not None
 
 
-@settings(max_examples=1_000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(1_000), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damaged())
 def test_a_thousand_rearranged_headers_crash_hang_and_allocate_nothing(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "mutant.gguf"

@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
@@ -170,7 +170,6 @@ CONTROL = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"
 WORDS = ["assistant", "analysis", "commentary", "final", " to=functions.", "get_weather", " json", "{", '"', "}", " hi"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*CONTROL, *WORDS]), max_size=25))
 def test_tokens_in_any_order_raise_nothing_and_read_the_same_however_divided(tokens: list[str]) -> None:
     assert read(tokens) == read(["".join(tokens)]) == read(list("".join(tokens)))

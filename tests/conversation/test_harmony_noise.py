@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools.notations import harmony
+from support.examples import examples
 
 CONTROL = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 WORDS = (
@@ -38,7 +39,7 @@ def shown(deltas: list[Delta]) -> str:
     return "\x00".join(d.name if isinstance(d, CallStart) else d.text for d in deltas)
 
 
-@settings(deadline=None, max_examples=1500)
+@settings(max_examples=examples(1500))
 @given(st.lists(st.sampled_from(CONTROL + WORDS), max_size=14), st.sampled_from([PLAIN, WITH_TOOLS]))
 def test_no_control_token_is_ever_shown(tokens: list[str], format: ReplyFormat) -> None:  # noqa: A002
     assert not re.search(r"<\|[a-z]+\|>", shown(heard(format, tokens))), tokens

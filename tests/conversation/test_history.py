@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from localllm.conversation.history import History, HistoryError
 from localllm.errors import NotFoundError
+from support.examples import examples
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_a_newer_schema_is_refused_not_damaged(tmp_path: Path) -> None:
         History(path)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(texts=st.lists(st.text(), max_size=8))
 def test_any_text_round_trips(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     with History(tmp_path_factory.mktemp("h") / "c.db") as store:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.conversation.history import History, HistoryError, StoredMessage, TurnGoneError
+from support.examples import examples
 
 # What the release before this one wrote: versions of answers, files, system prompts, an answer cut by a kill.
 OLD_FILE = Path(__file__).with_name("schema_1.sql")
@@ -204,7 +205,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(steps=STEPS)
 def test_any_history_is_the_tree_that_was_written(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple]) -> None:
     """Against a tree of dicts: what is stored, what the head is, what is found."""

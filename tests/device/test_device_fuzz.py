@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device import recordings
@@ -17,6 +17,7 @@ from localllm.device.parsers import linux, macos, windows
 from localllm.device.parsers.gpus import amd_gpus, kfd_nodes, marketing_name, nvml, smi, vulkaninfo
 from localllm.device.types import DeviceNotFoundError, Readings
 from localllm.errors import LocalLLMError, UsageError
+from support.examples import examples
 
 TEXT_PARSERS: list[Any] = [
     linux.meminfo, linux.cpuinfo, linux.udev_memory, linux.cgroup_paths,
@@ -48,7 +49,7 @@ hostile = st.lists(st.one_of(st.text(max_size=40), st.sampled_from(SEEDS)), max_
     "parser", TEXT_PARSERS, ids=lambda parser: f"{parser.__module__.split('.')[-1]}.{parser.__name__}"
 )
 @given(text=hostile)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_a_parser_takes_any_text(parser: Any, text: str) -> None:
     found = parser(text)
     assert found == parser(text), "and says the same of the same text"
@@ -90,7 +91,7 @@ def is_sound(readings: Readings) -> bool:
     ),
     outputs=st.dictionaries(st.sampled_from(OUTPUTS), hostile),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 def test_any_readings_give_a_device_or_a_typed_error(
     system: Any, architecture: str, files: dict[str, str], outputs: dict[str, str]
 ) -> None:
@@ -98,7 +99,7 @@ def test_any_readings_give_a_device_or_a_typed_error(
 
 
 @given(name=st.sampled_from(recordings.names()), data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300))
 def test_a_damaged_recording_gives_a_device_or_a_typed_error(name: str, data: st.DataObject) -> None:
     readings = recordings.load(name)
     key = data.draw(st.sampled_from(sorted([*readings.files, *readings.outputs])))
@@ -113,7 +114,7 @@ def test_a_damaged_recording_gives_a_device_or_a_typed_error(name: str, data: st
 
 
 @given(name=st.one_of(hostile, st.text(max_size=30), st.sampled_from(["rtx", "m", "0", "gb", "2x", "m4 max 0gb"])))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_any_typed_name_gives_a_device_or_an_error_with_a_hint(name: str) -> None:
     try:
         device = resolve(name)
@@ -124,7 +125,7 @@ def test_any_typed_name_gives_a_device_or_an_error_with_a_hint(name: str) -> Non
 
 
 @given(files=st.dictionaries(st.sampled_from(PATHS), hostile))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_structured_parsers_take_any_files(files: dict[str, str]) -> None:
     readings = Readings("linux", "x86_64", files)
     assert len(kfd_nodes(readings)) <= len(files)

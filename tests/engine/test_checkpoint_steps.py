@@ -10,6 +10,7 @@ from engine.drive import GREEDY, run, settle
 from localllm.engine.cache.store import KvStore, Signs, checkpoints
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.core import Engine
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
@@ -55,7 +56,7 @@ def test_a_second_question_about_a_document_reads_the_question_alone(head: int) 
     assert outcome.finish("second").usage.cached_tokens == len(document)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     n=st.integers(20, 3000), behind=st.integers(1, 400), known=st.integers(0, 3000), opening=st.sampled_from([0, 3, 6])
 )

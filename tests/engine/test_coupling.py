@@ -12,6 +12,7 @@ from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.rejection import Distribution, rejection_sample, residual
 from localllm.engine.sampling.sampler import Sampler
+from support.examples import examples
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=2, max_size=8).filter(any)
 
@@ -61,7 +62,7 @@ def test_acceptance_is_one_minus_total_variation(a: list[int], b: list[int]) -> 
 
 
 @pytest.mark.parametrize("draws", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5))
 @given(WEIGHTS, WEIGHTS, st.integers(0, 2**32))
 def test_many_draws_fit_the_target(draws: int, a: list[int], b: list[int], seed: int) -> None:
     p, q = dist(a), dist(b)
@@ -84,7 +85,7 @@ def test_many_draws_fit_the_target(draws: int, a: list[int], b: list[int], seed:
     assert abs(accepted / draws - acceptance_probability(p, q)) < 6 * 0.5 / np.sqrt(draws)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=examples(16))
 @given(st.integers(0, 2**32), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.8]), st.sampled_from([0.0, 0.1]))
 def test_verify_couples_with_what_choose_draws_from(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     """The sampler's own filters and temperature stand between logits and p."""

@@ -13,6 +13,7 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp import native
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
@@ -94,7 +95,7 @@ def test_the_directory_stays_within_its_size(tmp_path: Path) -> None:
     assert 0 < sum(f.stat().st_size for f in files(tmp_path)) <= 20_000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_damage_is_a_miss_never_a_wrong_answer(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     directory = tmp_path_factory.mktemp("kv")

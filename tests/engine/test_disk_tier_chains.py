@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from localllm.engine.cache.disk import DiskTier
 from localllm.engine.cache.tree import PrefixCache, as_tokens
+from support.examples import examples
 
 PIECE = 8
 BLOCK_BYTES = 200
@@ -43,7 +44,7 @@ LINE = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 ACTION = st.tuples(st.sampled_from(["store", "read", "restart"]), LINE)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(actions=st.lists(ACTION, min_size=1, max_size=12), capacity=st.integers(400, 4000))
 def test_no_file_is_ever_out_of_reach(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, list[int]]], capacity: int

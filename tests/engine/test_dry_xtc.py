@@ -17,6 +17,7 @@ from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.penalties import dry_penalty, dry_repetitions
 from localllm.engine.sampling.sampler import Sampler, TokenRules
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
@@ -30,7 +31,7 @@ def spell(token: int) -> bytes:
     return PIECES[token]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     HISTORIES,
     st.sampled_from([-1, 0, 1, 5, 12]),
@@ -86,7 +87,7 @@ def xtc_slowly(row: list[float], s: Sampling) -> dict[int, float]:
     return out
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.integers(-30, 30), min_size=2, max_size=40),
     st.sampled_from([0.0, 0.3, 1.0]),

@@ -13,6 +13,7 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Generation, Request, Text
 from localllm.engine.scheduler import CREDIT_TOKENS, Shares
 from localllm_backends.contract import LoadSpec
+from support.examples import examples
 from support.scripted_backend import ScriptedBackend
 
 LONG = "a long text that goes on and on " * 8
@@ -129,7 +130,7 @@ Events = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5000), st.boo
 
 
 @given(Events)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_nobody_saves_up_more_than_the_credit(events: list[tuple[str, int, bool]]) -> None:
     shares = Shares()
     here: set[str] = set()

@@ -18,6 +18,7 @@ from engine.drive import GREEDY, prompt_tokens, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend, ScriptedResult
 
@@ -48,7 +49,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     starts=st.lists(st.lists(ASKED, min_size=1, max_size=4), min_size=2, max_size=4),
     read_mb_s=st.sampled_from(READ_MB_S),
@@ -94,7 +95,7 @@ def test_a_real_model_is_as_empty_after_a_restart_as_before(smollm2: Path, tmp_p
         engine.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     starts=st.lists(st.lists(ASKED, min_size=1, max_size=4), min_size=2, max_size=3),
     cache_tokens=st.integers(50, 3000),
@@ -134,7 +135,7 @@ class Clocked(ScriptedBackend):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(asked=st.lists(st.tuples(ASKED, st.booleans()), min_size=2, max_size=6))
 def test_a_prompt_is_not_read_beside_lines_that_nobody_runs(
     shape: str, asked: list[tuple[tuple[int, int], bool]]

@@ -14,6 +14,7 @@ from localllm.engine.request import LoopGuard
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
+from support.examples import examples
 from support.http_server import running_server
 
 
@@ -31,7 +32,7 @@ def read_slowly(tokens: list[int], limits: LoopLimits) -> int | None:
     return None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.integers(0, 2), max_size=60),
     st.builds(LoopLimits, st.integers(4, 9), st.integers(1, 4), st.integers(2, 5)),

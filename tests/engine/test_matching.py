@@ -20,6 +20,7 @@ from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.request import RunningRequest
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
@@ -95,7 +96,7 @@ def test_what_is_remembered_is_what_a_new_look_finds(monkeypatch: pytest.MonkeyP
     agreed = checked(monkeypatch)
     rewind = "any" if segments else "none"
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=examples(40))
     @given(
         mix=st.lists(
             st.tuples(st.lists(PARTS, min_size=1, max_size=5), st.integers(1, 25), st.integers(0, 8), st.booleans()),

@@ -15,6 +15,7 @@ from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Failure, Finish, Request
 from localllm_backends.contract import MemoryReport
+from support.examples import examples
 from support.machine_memory import HEADROOM, MB, Machine
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
@@ -77,7 +78,6 @@ def test_what_hangs_on_a_beginning_without_a_copy_stays_behind_a_gap() -> None:
 line_lists = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=10), st.booleans()), max_size=20)
 
 
-@settings(deadline=None)
 @given(line_lists, st.booleans(), st.integers(0, 300), st.lists(st.integers(0, 2), max_size=10))
 def test_shrinking_gives_what_is_asked_for_or_all_but_what_is_held(
     stored: list[tuple[list[int], bool]], whole: bool, ask: int, held_line: list[int]
@@ -257,7 +257,7 @@ def test_unknown_memory_changes_nothing_and_cancelling_the_queue_under_pressure_
     assert outcome.finish("a").reason == "length"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     frees=st.lists(st.sampled_from([None, 0, 30, 60, 90, 110, 130, 1000]), min_size=1, max_size=12),
     kv_at_load=st.booleans(),

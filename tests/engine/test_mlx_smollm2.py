@@ -33,9 +33,20 @@ TEXT = (
 )
 
 
+@pytest.fixture(scope="module", params=["few layers", pytest.param("smollm2", marks=pytest.mark.long)])
+def source(request: pytest.FixtureRequest, smollm2: Path, few_layers: Path) -> Path:
+    return smollm2 if request.param == "smollm2" else few_layers
+
+
 @pytest.fixture(scope="module")
-def backend(smollm2: Path) -> Iterator[Any]:
-    made = mlx.load(LoadSpec(str(convert(smollm2, CACHE / NAME)), n_ctx=1024, n_seq_max=4))
+def folder(source: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what is made of it lies; what takes long is made once for all runs."""
+    return CACHE if source == smollm2 else tmp_path_factory.mktemp("mlx")
+
+
+@pytest.fixture(scope="module")
+def backend(source: Path, folder: Path) -> Iterator[Any]:
+    made = mlx.load(LoadSpec(str(convert(source, folder / NAME)), n_ctx=1024, n_seq_max=4))
     yield made
     made.close()
 
@@ -54,8 +65,8 @@ def test_greedy_text_is_mlx_lms_token_for_token(backend: Any, n: int) -> None:
     assert ours == theirs
 
 
-def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(backend: Any, smollm2: Path) -> None:
-    plain = dequantised(smollm2, CACHE / f"{NAME}.gguf")
+def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(backend: Any, source: Path, folder: Path) -> None:
+    plain = dequantised(source, folder / f"{NAME}.gguf")
     other = llamacpp.load(LoadSpec(str(plain), n_ctx=512, kv_type_k="f32", kv_type_v="f32", n_outputs=64))
     tokens = backend.tokenize(QUESTION + TEXT)
     assert tokens == other.tokenize(QUESTION + TEXT)

@@ -16,6 +16,7 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Finish, Generation, Request, Sampling, Text
 from localllm_backends.contract import BackendFailure, Chunk
 from support.emulated_device import EmulatedDevice, EmulatedResult, HostClock, Rows, Speeds
+from support.examples import examples
 
 N_VOCAB = 600
 WORDS = ("and ", "é", "stop", " it", "\n", "漢", "x", "op")
@@ -68,7 +69,7 @@ generations = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(wanted=st.lists(generations, min_size=1, max_size=5), seed=st.integers(0, 9), equals=st.booleans())
 def test_answers_are_those_of_a_backend_that_computes_at_once_and_gives_whole_rows(
     wanted: list[Generation], seed: int, equals: bool

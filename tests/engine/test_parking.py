@@ -13,11 +13,12 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models.tiny_gguf import write_sliding
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     n_ctx=st.sampled_from([64, 96, 128, 160]),
     sizes=st.lists(st.tuples(st.integers(5, 40), st.integers(3, 60)), min_size=2, max_size=4),

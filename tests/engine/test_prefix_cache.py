@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.tree import Match, PrefixCache, common_prefix
+from support.examples import examples
 
 # A tiny alphabet makes shared prefixes, splits and repeats the rule instead of the exception.
 lines = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -225,4 +226,4 @@ class WholeHistory(History):
 
 TestHistory = History.TestCase
 TestWholeHistory = WholeHistory.TestCase
-TestHistory.settings = TestWholeHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHistory.settings = TestWholeHistory.settings = settings(max_examples=examples(60), stateful_step_count=40)

@@ -20,6 +20,7 @@ from localllm.engine.cache.kv_file import Readable, ReadAhead
 from localllm.engine.cache.tree import PrefixCache, as_tokens
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
@@ -212,7 +213,7 @@ def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> No
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["want", "due", "release", "wait"]), st.integers(0, 4)), max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(operations=OPERATIONS)
 def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_right(
     operations: list[tuple[str, int]],

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.reference_cache import ReferenceCache
+from support.examples import examples
 
 BYTES = 10
 
@@ -147,7 +148,7 @@ tokens = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 steps = st.lists(st.one_of(tokens, st.booleans()), max_size=25)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(steps=steps, memory=st.integers(0, 30), disk=st.integers(0, 30), piece=st.integers(1, 5))
 def test_it_finds_no_more_than_was_ever_told_and_no_less_than_the_line_just_told(
     steps: list[list[int] | bool], memory: int, disk: int, piece: int
@@ -168,7 +169,7 @@ def test_it_finds_no_more_than_was_ever_told_and_no_less_than_the_line_just_told
             assert held.reuse([*step, 2]) == len(step)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(lines=st.lists(tokens, max_size=20), piece=st.integers(1, 5))
 def test_with_room_for_everything_nothing_is_ever_computed_twice(lines: list[list[int]], piece: int) -> None:
     held = cache(10**6, 0, piece)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Prefill
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
@@ -177,7 +178,7 @@ def test_when_the_context_runs_out_the_youngest_steps_aside_and_still_gets_its_a
 prompts = st.lists(st.sampled_from([turn("s", 30), turn("a", 9), turn("b", 17), turn("c", 3)]), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     shape=st.sampled_from(sorted(SHAPES)),
     mix=st.lists(st.tuples(prompts, st.integers(1, 25), st.integers(0, 12), st.booleans()), min_size=1, max_size=10),

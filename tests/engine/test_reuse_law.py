@@ -19,6 +19,7 @@ from engine.drive import GREEDY, Outcome, advance, settle
 from localllm.engine.cache import tunables
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import BackendFailure
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
@@ -264,7 +265,7 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("shape", ["plain", "states", "whole"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(**HISTORIES)
 def test_reuse_is_that_of_perfect_knowledge(
     tmp_path_factory: pytest.TempPathFactory,

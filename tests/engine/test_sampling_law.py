@@ -31,6 +31,7 @@ from engine.sampling_reference import (
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.sampler import Sampler, TokenRules
+from support.examples import examples
 
 TOLERANCE = 2e-5
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
@@ -136,7 +137,7 @@ def follows(found: NDArray[np.float64], logits: Row, sampling: Sampling) -> bool
     return False
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(rows, samplings)
 def test_a_distribution_is_the_defined_one(row: Row, sampling: Sampling) -> None:
     before = row.copy()
@@ -144,14 +145,14 @@ def test_a_distribution_is_the_defined_one(row: Row, sampling: Sampling) -> None
     assert np.array_equal(row, before, equal_nan=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(rows, samplings)
 def test_a_draw_follows_the_distribution(row: Row, sampling: Sampling) -> None:
     drawn = drawn_by(row, sampling, 40)
     assert interval_faults(drawn, distributed(row, sampling), TOLERANCE) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     rows, samplings, changes, st.integers(0, 2**32), st.sampled_from([1.0, 0.5, 0.01, 0.0]), st.sampled_from([0, 3, 80])
 )

@@ -21,6 +21,7 @@ from localllm.library.hub import Listing, Patience, RepoFile
 from localllm.library.pull import pull
 from localllm.library.resolve import resolve
 from models import tiny_gguf
+from support.examples import examples
 
 GB = 10**9
 QUANTS = {"Q4_K_M": 4.9, "Q8_0": 8.5, "Q6_K": 6.6, "F16": 16.0, "BF16": 16.0, "IQ2_M": 2.9, "UD-Q4_K_XL": 5.2}
@@ -69,7 +70,7 @@ def model_files(model: str, params: float, quants: list[str], split: int) -> lis
     split=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_a_quants_label_selects_a_whole_model_of_that_quant_or_says_what_there_is(
     model: str, params: float, quants: list[str], beside: list[tuple[str, str]], split: int, seed: int
 ) -> None:

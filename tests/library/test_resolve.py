@@ -16,6 +16,7 @@ from localllm.errors import LocalLLMError, ModelFileError, ModelNotFoundError, U
 from localllm.library import app_folders, names, starter
 from localllm.library.resolve import resolve
 from localllm_catalog import catalog as catalogs
+from support.examples import examples
 
 
 def cached(repo: str, file: str, content: bytes = b"GGUF", commit: str = "b" * 40) -> Path:
@@ -231,7 +232,7 @@ def test_a_download_that_is_not_finished_is_not_offered() -> None:
 KNOWN = catalogs.load()
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(alphabet=st.sampled_from("abQ4_K.M:/\\-~%@ é\0\n"), max_size=30))
 def test_any_text_is_a_model_or_an_error_of_ours(ref: str) -> None:
     with contextlib.suppress(LocalLLMError):
@@ -260,7 +261,6 @@ QUANTS = st.sampled_from(["Q4_K_M", "UD-Q4_K_XL", "IQ4_XS", "BF16", "Q8_0"])
 STEMS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9.-]{0,20}", fullmatch=True).filter(lambda s: not s.upper().endswith("UD"))
 
 
-@settings(deadline=None)
 @given(STEMS, QUANTS)
 def test_names_survive_quants_splits_and_folders(stem: str, quant: str) -> None:
     base = f"{stem}-{quant}-00002-of-00007.gguf"

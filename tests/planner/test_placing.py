@@ -25,6 +25,7 @@ from localllm_backends.placement import Placement
 from localllm_catalog import catalog, from_gguf, gguf
 from localllm_catalog.types import Model, Variant
 from models import tiny_gguf
+from support.examples import examples
 
 CATALOG = catalog.load()
 MIXTURE, DENSE = "gpt-oss-120b", "llama-3.3-70b-instruct"
@@ -173,7 +174,7 @@ CARDS = sorted({r.name for r in table.rows() if r.kind == "discrete" and r.accel
 SOME = [m for m in CATALOG.models if any(v.format == "gguf" for v in m.variants)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(st.sampled_from(CARDS), st.sampled_from(CARDS), st.sampled_from(SOME), st.data())
 def test_two_cards_are_never_slower_than_one_that_holds_it(a: str, b: str, m: Model, data: st.DataObject) -> None:
     """The system memory beside them, if any, helps one card as well as two."""
@@ -257,7 +258,7 @@ def test_the_plan_says_what_lies_where() -> None:
     st.integers(-1, 90),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_nothing_is_lost_or_counted_twice(name: str, gpu_layers: int, experts: int, kv_on_host: bool) -> None:
     m = model(name)
     v = variant(m)
@@ -280,7 +281,7 @@ def test_nothing_is_lost_or_counted_twice(name: str, gpu_layers: int, experts: i
 @given(
     st.lists(st.integers(1, 1000), min_size=1, max_size=120), st.lists(st.integers(1, 10**6), min_size=1, max_size=6)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_a_count_of_layers_is_followed_as_llamacpp_follows_it(layers: list[int], limits: list[int]) -> None:
     counts, held = places.over_cards(layers, limits)
     assert sum(counts) == len(layers)

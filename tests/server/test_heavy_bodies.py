@@ -15,13 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
 from localllm.errors import RequestError
 from localllm.server.http.json_body import read_json
 from localllm.server.http.settings import ServerSettings
+from support.examples import examples
 from support.http_server import Running, running_server
 from support.scripted_engine import ScriptedEngine
 from support.until import until
@@ -170,7 +171,7 @@ def _read(body: bytes) -> Any:
     return asyncio.run(reading())
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 @given(st.dictionaries(TEXTS, VALUES, max_size=4), st.booleans(), st.data())
 def test_a_large_body_means_what_a_small_one_means(value: dict[str, Any], plain: bool, data: st.DataObject) -> None:
     text = json.dumps(value, ensure_ascii=not plain)

@@ -29,6 +29,7 @@ from localllm.server.proxy.affinity import HashRing, NodePool, PoolNode, PrefixH
 from localllm.server.proxy.pool_app import PoolFront, create_pool_app
 from localllm.server.proxy.relay import frame_kind
 from localllm_backends.contract import LoadSpec
+from support.examples import examples
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
 from support.until import until
@@ -233,7 +234,7 @@ Names = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=2, max_size
 
 
 @given(Names, st.integers(0, 7))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_taking_a_server_away_moves_only_what_was_its_own(names: list[str], at: int) -> None:
     gone = names[at % len(names)]
     keys = [str(i).encode() * 8 for i in range(100)]
@@ -246,7 +247,7 @@ def test_taking_a_server_away_moves_only_what_was_its_own(names: list[str], at: 
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_new_conversations_are_spread_and_known_ones_kept(asked: list[tuple[int, bool]]) -> None:
     pool = NodePool([PoolNode(n, n) for n in "abc"])
     for talk, ends in asked:

@@ -16,6 +16,7 @@ from localllm_tui.control.client import AnswerDone, AnswerTimings, AnswerUsage, 
 from localllm_tui.control.meter import PACES, AnswerMeter
 from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, headline, panel_lines, sparkline
 from localllm_tui.widgets.glass import GlassPanel
+from support.examples import examples
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
@@ -180,7 +181,7 @@ def test_while_a_model_is_loaded_no_other_figures_are_shown() -> None:
     assert "READS" not in text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.floats(0.0, 20.0), max_size=400))
 def test_the_pace_is_what_came_however_long_it_took(gaps_s: list[float]) -> None:
     """A row of columns that fits, and whose parts hold every token but those of the part that goes on."""

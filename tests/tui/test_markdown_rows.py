@@ -11,6 +11,7 @@ from rich.cells import cell_len
 
 from benchmarks.chat_frames import words
 from localllm_tui.widgets.markdown import MarkdownRows
+from support.examples import examples
 
 PIECES = (
     "# Head\n", "## Two\n\n", "plain words and more of them ", "**bold** ", "`code` ", "*it*", "\n", "\n\n", "- item\n",
@@ -27,7 +28,7 @@ def shown(rows: MarkdownRows, width: int = 40) -> str:
 
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.integers(1, 60))
 @example([">", "\n", "# Head\n", "# Head\n"], 40)  # a quote of nothing has no rows to stand apart from
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int) -> None:
     grown = MarkdownRows()
     grown.at(width)
@@ -40,7 +41,7 @@ def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.integers(30, 60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_no_row_is_wider_than_the_screen(pieces: list[str], width: int) -> None:
     assert all(cell_len(row.text.plain) <= width for row in MarkdownRows("".join(pieces)).at(width))
 
@@ -64,7 +65,7 @@ def test_what_a_frame_lays_out_does_not_grow_with_the_text(plain: bool) -> None:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_a_text_may_be_cut_anywhere(pieces: list[str], data: st.DataObject) -> None:
     said = "".join(pieces)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=8)))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.drive import GREEDY, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import Chunk
+from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend, ScriptedResult
 
@@ -70,7 +71,7 @@ def half_right(text: str, right: int, wrong: int, every: int) -> str:
 @example(0.46, 38, 16, 71, 0.3)
 @example(0.25, 20, 35, 19, 0.6)  # bursts that each gain a little, and a stream that gains nothing
 @example(0.538, 31, 23, 49, 0.3)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 def test_an_ordinary_stream_has_no_long_pauses(
     answer: str, row: float, right: int, wrong: int, every: int, second: float
 ) -> None:
@@ -87,7 +88,7 @@ def test_an_ordinary_stream_has_no_long_pauses(
 @example(0.3, 0.4)  # a second row that is dear, as on a CPU that computes rather than reads
 @example(0.19, 0.69)
 @example(0.4, 0.8)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) -> None:
     """All of it, its beginning too, is well over half as quick as if each step had been the longest burst that pays."""
     best = max(n / (1.0 + row * (n - 1) + second) for n in range(2, 65))
@@ -96,7 +97,7 @@ def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) ->
 
 
 @given(st.floats(0.02, 0.2), st.integers(2, 60), st.integers(20, 120))
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
     answer: str, row: float, prompt: int, before: int
 ) -> None:
