@@ -13,7 +13,7 @@ from textual.theme import BUILTIN_THEMES
 from localllm.plain_output import only_plain
 from localllm_tui.control.formatting import fitted
 from localllm_tui.control.terminal import ask_background, is_light
-from localllm_tui.widgets.code import STYLES, palette
+from localllm_tui.widgets.code import STYLES, highlighted, palette
 from localllm_tui.widgets.contrast import READABLE, contrast, readable, readable_tokens
 from localllm_tui.widgets.markdown import MarkdownRows
 from tui.conftest import Driver
@@ -127,6 +127,8 @@ def test_a_diff_stands_on_tints_and_of_a_fold_only_its_summary_is_shown() -> Non
     grounds = {look.get_style(f"code.Generic.{kind}").bgcolor for kind in ("Inserted", "Deleted")}
     assert len(grounds) == 2
     assert look.get_style("code.block").bgcolor not in grounds
+    lines = highlighted("-gone\n+come", "diff").split("\n")
+    assert [str(line.spans[0].style) for line in lines] == ["code.Generic.Deleted", "code.Generic.Inserted"]
     rows = MarkdownRows("<details>\n<summary>How it works</summary>\n\nIt **does**.\n\n</details>\n\n<b>kept</b>\n").at(
         60
     )

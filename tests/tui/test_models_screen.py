@@ -24,7 +24,8 @@ THEIRS = InstalledModel("llama", "Q4", 5_000_000_000, "Ollama", "/ollama/llama",
 
 
 async def opened(d: Driver) -> ModelsScreen:
-    await d.press("f4")
+    if not isinstance(d.app.screen, ModelsScreen):
+        await d.press("f4")
     await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
     screen = d.app.screen
     assert isinstance(screen, ModelsScreen)
@@ -144,6 +145,10 @@ def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_
     it = service()
 
     async def play(d: Driver) -> None:
+        it.gate = threading.Event()
+        await d.press("f4")
+        await d.until(lambda: "2 on this disk, 7.0 GB · planning what else fits" in d.screen() and "old" in d.screen())
+        it.gate.set()
         screen = await opened(d)
         await d.press("d")
         await d.until(lambda: "2 on this disk, 7.0 GB" in d.screen())

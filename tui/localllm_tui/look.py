@@ -22,7 +22,7 @@ class LookApp(App[T]):
         """
     VerticalScroll, OptionList, Tree, TextArea, GlassPanel { scrollbar-size-vertical: 1; }
     Input { border: round $foreground 40%; background: transparent; }
-    Input:focus { border: round $accent; }
+    Input:focus { border: round $accent-text; }
     Input.-textual-compact { border: none; height: 1; padding: 0; }
     Input > .input--placeholder { color: $hint; }
     OptionList > .option-list--option-highlighted, Tree > .tree--cursor { text-style: bold; }

@@ -36,6 +36,15 @@ def fitted(hints: str, cells: int) -> str:
     return elide(" · ".join(parts), cells)
 
 
+def in_lines(hints: str, cells: int) -> str:
+    """Hints in lines of at most `cells` terminal cells, each of them whole."""
+    lines = [""]
+    for hint in hints.split(" · "):
+        longer = f"{lines[-1]} · {hint}" if lines[-1] else hint
+        lines = [*lines, hint] if lines[-1] and cell_len(longer) > cells else [*lines[:-1], longer]
+    return "\n".join(lines)
+
+
 def ago(seconds: float) -> str:
     """How long ago, in words: "just now", "5 min ago", "3 h ago", "2 days ago"."""
     minutes = int(seconds // 60)

@@ -27,7 +27,7 @@ class CompareScreen(ModalScreen[None]):
     CompareScreen { align: center middle; }
     CompareScreen > Horizontal { width: 98%; height: 94%; background: $surface; }
     CompareScreen VerticalScroll {
-        width: 1fr; border: round $accent; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1;
+        width: 1fr; border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1;
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(COMPARE)

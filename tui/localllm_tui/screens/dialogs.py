@@ -33,7 +33,7 @@ class TextDialog(ModalScreen[None]):
     TextDialog { align: center middle; }
     TextDialog > VerticalScroll {
         width: 96%; max-width: 116; height: auto; max-height: 90%;
-        border: round $accent; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
+        border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
     TextDialog Static { height: auto; }
     """
@@ -72,7 +72,7 @@ class HelpScreen(ModalScreen[None]):
     HelpScreen { align: center middle; }
     HelpScreen > VerticalScroll {
         width: 96%; max-width: 110; height: 90%;
-        border: round $accent; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
+        border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
     HelpScreen Static { height: auto; margin-bottom: 1; }
     """
@@ -112,7 +112,7 @@ class GlassScreen(ModalScreen[None]):
     GlassScreen {{ align: center middle; }}
     GlassScreen > VerticalScroll {{
         width: {PANEL_WIDTH + 8}; max-width: 100%; height: auto; max-height: 100%;
-        border: round $accent; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 2; background: $surface;
+        border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 2; background: $surface;
     }}
     GlassScreen Static {{ text-wrap: nowrap; }}
     """

@@ -20,7 +20,7 @@ from textual.widgets.option_list import Option
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import interfaces
-from localllm_tui.control.formatting import amount, elide
+from localllm_tui.control.formatting import amount, elide, in_lines
 from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PlanList, PlanRequest
 from localllm_tui.control.keys import MODELS, KeyContext, hints
 from localllm_tui.control.model_list import (
@@ -129,13 +129,15 @@ class ModelsScreen(ModalScreen[str | None]):
             yield OptionList()
             yield Static("", id="details", markup=False)
             yield Static("", id="pulls", markup=False)
-            yield Static(hints(KeyContext.MODELS), id="keys", markup=False)
+            yield Static("", id="keys", markup=False)
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
         self.query_one("#machine", Static).update("planning …")
         self.set_interval(_LOOK_S, self._show_downloads)
         self._replan()
+        if self._plan_list is None:  # what is here is known long before it is planned
+            start(self, self._look_at_disk, "disk")
 
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self._list)
@@ -193,13 +195,16 @@ class ModelsScreen(ModalScreen[str | None]):
         listed = self.query_one(OptionList)
         self.set_class(self._shows_disk, "-disk")
         at, was = listed.highlighted, self._highlighted_key()
-        if self._shows_disk:
+        if self._shows_models:
             found = self._disk or ()
+            if not self._shows_disk:
+                found = sorted(found, key=lambda m: m.name != self._current)
             slow = set()
             rows = [(m.path, disk_line(m, self._columns, in_use=m.name == self._current)) for m in found]
             self.query_one("#columns", Static).update(disk_head(self._columns))
             total = sum(m.size_bytes for m in found)
             said = f"{len(found)} on this disk, {amount(total)}" if self._disk is not None else "looking …"
+            said += "" if self._shows_disk else " · planning what else fits …"
         else:
             rows = [(o.ref, self._line(o)) for o in self._ordered()]
             slow = {o.ref for o in self._plan_list.too_slow} if self._plan_list is not None else set()
@@ -232,20 +237,25 @@ class ModelsScreen(ModalScreen[str | None]):
         return (option.id or "") if option is not None else ""
 
     @property
+    def _shows_models(self) -> bool:
+        """Whether the rows are files on this disk: asked for, or all that is known yet."""
+        return self._shows_disk or self._plan_list is None
+
+    @property
     def _choice(self) -> PlanChoice | None:
         key = self._highlighted_key()
-        return None if self._shows_disk else next((o for o in self._ordered() if o.ref == key), None)
+        return None if self._shows_models else next((o for o in self._ordered() if o.ref == key), None)
 
     @property
     def _model(self) -> InstalledModel | None:
         key = self._highlighted_key()
-        return next((m for m in self._disk or () if m.path == key), None) if self._shows_disk else None
+        return next((m for m in self._disk or () if m.path == key), None) if self._shows_models else None
 
     def _show_keys(self) -> None:
         model = self._model
         without = "models.remove" if model is None or not model.ours else ""
         said = hints(KeyContext.ON_DISK, without=without) if self._shows_disk else hints(KeyContext.MODELS)
-        self.query_one("#keys", Static).update(said)
+        self.query_one("#keys", Static).update(in_lines(said, self._columns))
 
     def _show_details(self) -> None:
         self._show_keys()
@@ -254,8 +264,9 @@ class ModelsScreen(ModalScreen[str | None]):
             accounts = self._plan_list.accounts if self._plan_list is not None else ()
             lines = plan_details(choice, self._columns, self._pulls.of(choice.ref), accounts)
         elif (model := self._model) is not None:
-            lines = disk_details(model, self._fits.get(model.path, ""), self._columns)
-            if model.path not in self._fits:
+            told = "" if self._shows_disk else "Enter uses it"
+            lines = disk_details(model, self._fits.get(model.path, told), self._columns)
+            if model.path not in self._fits and self._shows_disk:
                 start(self, partial(self._weigh, model), "fit")
         elif self._plan_list is not None and not self._shows_disk:
             lines = ["nothing fits: a shorter context or another purpose may"]
@@ -393,7 +404,7 @@ class ModelsScreen(ModalScreen[str | None]):
 
     async def _look_at_disk(self) -> None:
         self._disk = await asyncio.to_thread(self._service.on_disk)
-        if self._shows_disk:
+        if self._shows_models:
             self._list()
 
     def action_stop(self) -> None:

@@ -51,7 +51,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
     ConversationPicker { align: center middle; }
     ConversationPicker > Vertical {
         width: 90%; max-width: 110; height: 80%;
-        border: round $accent; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
+        border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
     ConversationPicker Tree { height: 1fr; border: none; background: transparent; }
     ConversationPicker #preview { height: 6; border-top: solid $panel; color: $hint; }

@@ -27,7 +27,7 @@ class ListPicker(ModalScreen[T]):
     ListPicker { align: center middle; }
     ListPicker > Vertical {
         width: 90%; max-width: 100; height: 70%;
-        border: round $accent; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
+        border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
     ListPicker OptionList { height: 1fr; border: none; background: transparent; }
     """

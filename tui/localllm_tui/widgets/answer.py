@@ -25,6 +25,8 @@ from localllm_tui.widgets.transcript import Transcript, TurnView
 DRAW_EVERY_S = 1 / 15
 DRAW_SHARE = 0.1
 DRAW_AT_LEAST_EVERY_S = 1.0
+# As what an answer folds itself (widgets/markdown.py).
+FOLDED: dict[str, Any] = {"collapsed": True, "collapsed_symbol": "▸", "expanded_symbol": "▾"}
 
 
 class AnswerView(TurnView):
@@ -33,7 +35,9 @@ class AnswerView(TurnView):
     DEFAULT_CSS = """
     AnswerView { border-left: solid $foreground 40%; }
     AnswerView > .progress { color: $hint; }
-    AnswerView > Collapsible { border: none; padding: 0; margin: 0; background: transparent; }
+    AnswerView > Collapsible, AnswerView > Collapsible:ansi {
+        border: none; padding: 0; margin: 0; background: transparent;
+    }
     AnswerView > Collapsible Contents { padding: 0 0 0 2; }
     AnswerView .thinking { color: $hint; text-style: italic; }
     """
@@ -61,7 +65,7 @@ class AnswerView(TurnView):
     def compose(self) -> ComposeResult:
         yield self._headline()
         yield Static("", classes="progress", markup=False)
-        with Collapsible(title="Thinking", collapsed=True):
+        with Collapsible(title="Thinking", **FOLDED):
             yield self._thought
         for ran in self._ran:
             yield ToolFold(ran)
@@ -161,7 +165,7 @@ class AnswerView(TurnView):
 
 class ToolFold(Collapsible):
     DEFAULT_CSS = """
-    ToolFold { border: none; padding: 0; margin: 0; background: transparent; height: auto; }
+    ToolFold, ToolFold:ansi { border: none; padding: 0; margin: 0; background: transparent; height: auto; }
     ToolFold Contents { padding: 0 0 0 2; height: auto; }
     """
 
@@ -171,7 +175,7 @@ class ToolFold(Collapsible):
         inside = Static(printable(f"{ran.call.arguments}\n→ {ran.result}"), markup=False)
         # Collapsible asks for a string, and takes what needs no parsing: there is no escape that Textual always undoes.
         title = label(f"tool: {elide(call, 60)} · {said}")
-        super().__init__(inside, title=title, collapsed=True)  # type: ignore[arg-type]
+        super().__init__(inside, title=title, **FOLDED)  # type: ignore[arg-type]
 
     def on_mount(self) -> None:
         for part in self.walk_children(Widget):

@@ -111,8 +111,9 @@ def highlighted(code: str, language: str) -> Text:
     except ClassNotFound:
         return Text(code, "code.block")
     text = Text(style="code.block")
-    for kind, piece in lexer.get_tokens(code):
+    for kind, piece in lexer.get_tokens(f"{code}\n"):  # without its end a line may be no line to a lexer
         while kind is not None and f"code.{str(kind)[6:]}" not in STYLES:
             kind = kind.parent
         text.append(piece, f"code.{str(kind)[6:]}" if kind is not None else "")
+    text.right_crop(1)
     return text

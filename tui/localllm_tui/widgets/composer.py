@@ -39,7 +39,7 @@ class Composer(TextArea):
         border: round $foreground 40%; padding: 0 1;
         border-title-color: $hint; border-subtitle-color: $hint;
         background: transparent;
-        &:focus { border: round $accent; }
+        &:focus { border: round $accent-text; }
         & .text-area--cursor-line { background: transparent; }
     }
     """

@@ -31,6 +31,7 @@ _RAISED = dict(
     zip("0123456789+-=()abcdefghijklmnoprstuvwxyz*'", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ*′", strict=True)
 )
 _LOWERED = dict(zip("0123456789+-=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ", strict=True))
+_LOWERED[","] = _RAISED[","] = ","
 _RAISED |= {"\\top": "ᵀ", "\\circ": "°", "\\prime": "′", "T": "ᵀ"}
 _SIMPLE = re.compile(r"[\d.]*|[A-Za-z]{3,}|.[₀-₉ₐ-ₜᵢⱼ]*")
 _FUNCTIONS = re.compile(

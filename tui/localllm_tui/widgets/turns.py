@@ -21,7 +21,7 @@ from localllm_tui.widgets.transcript import TurnView
 
 class QuestionView(TurnView):
     DEFAULT_CSS = """
-    QuestionView { border-left: heavy $accent; }
+    QuestionView { border-left: heavy $accent-text; }
     """
 
     @classmethod
@@ -134,7 +134,7 @@ UNANSWERED = "This question has no answer yet: /retry asks for one, /edit change
 
 class FirstRunPage(Static):
     DEFAULT_CSS = """
-    FirstRunPage { max-width: 104; margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent; }
+    FirstRunPage { max-width: 104; margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent-text; }
     """
 
     def __init__(self, said: Sequence[str]) -> None:
