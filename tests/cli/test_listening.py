@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from localllm import paths
 from localllm.cli.all_commands import app
 from localllm.cli.compose.api_keys import kept_key
-from localllm.cli.serve.listening import listening, server_settings
+from localllm.cli.serve.listening import from_elsewhere, listening, server_settings
 from localllm.errors import LocalLLMError, PortInUseError, UsageError
 from localllm.server.http import sockets
 from localllm.server.http.settings import ServerSettings, TlsFiles
@@ -50,6 +50,15 @@ def test_localhost_is_both_of_its_addresses_on_one_port() -> None:
 
 def test_it_is_where_a_server_listens_that_nobody_told_where() -> None:
     assert Settings().value("host") == "localhost"
+
+
+def test_an_address_for_everybody_is_told_as_other_machines_call_it() -> None:
+    with listening(ServerSettings(host="0.0.0.0", port=0, api_key="k").secured()) as (socks, address):
+        told, port = from_elsewhere(address), socks[0].getsockname()[1]
+        # Without any network there is no such address.
+        assert told is None or (told.endswith(f":{port}/v1") and "0.0.0.0" not in told)
+    assert from_elsewhere("http://localhost:1/v1") is None
+    assert from_elsewhere("http://10.0.0.8:1/v1") is None
 
 
 @needs_ipv6

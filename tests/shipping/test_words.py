@@ -113,6 +113,7 @@ def test_what_is_counted_is_counted() -> None:
     assert f"with {variants} downloadable variants" in (ROOT / "docs" / "catalog.md").read_text("utf-8")
     parts = len(tomllib.loads((ROOT / "localllm" / "device" / "devices.toml").read_text("utf-8"))["device"])
     assert f"devices.toml`: {parts} parts" in (ROOT / "docs" / "devices.md").read_text("utf-8")
+    assert f"any of {parts} known machines" in (ROOT / "docs" / "guide" / "choosing.md").read_text("utf-8")
 
 
 def settings_shown() -> Iterator[tuple[str, str]]:

@@ -117,6 +117,20 @@ def test_a_file_goes_along(server: ScriptedServer, served: list[str | None], tmp
     assert question(server) == "File n.txt:\n```txt\nseven\n```\n\nwhich number?"
 
 
+def test_a_folder_goes_along_with_its_texts(server: ScriptedServer, served: list[str | None], tmp_path: Path) -> None:
+    folder = tmp_path / "Ordner mit Ümlaut"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "n.txt").write_text("seven")
+    (folder / "sub" / "m.md").write_text("eight")
+    (folder / "x.bin").write_bytes(b"\0\1\2")
+    server.answer("x")
+    result = run("which numbers?", "--attach", str(folder))
+    asked = question(server)
+    assert [f"File {folder.name}/n.txt" in asked, f"File {folder.name}/sub/m.md" in asked] == [True, True]
+    assert "x.bin" not in asked
+    assert "1 of 3 files are no text" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "piped", "why"),
     [

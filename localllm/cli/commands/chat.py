@@ -32,7 +32,8 @@ def chat(
         typer.Option("--model", "-m", autocompletion=installed_names, help="Model: a name, a hub repo or a path."),
     ] = None,
     attach: Annotated[
-        list[Path] | None, typer.Option("--attach", metavar="FILE", help="Send a text or image along (repeatable).")
+        list[Path] | None,
+        typer.Option("--attach", metavar="PATH", help="Send a text, an image or a folder's texts along (repeatable)."),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Line by line, without the full screen.")] = False,
     inline: Annotated[
@@ -66,12 +67,12 @@ def chat(
 
     from localllm.cli.chat import engines
     from localllm.errors import UsageError
-    from localllm_tui.control.attachments import check_room, read_text
+    from localllm_tui.control.attachments import check_room
 
     # Everything that can be wrong with what was typed is said before a model is loaded.
     if prompt is not None and not prompt.strip() and not attach:
         raise UsageError("the question is empty", hint='ask something: localllm chat "What is a lighthouse?"')
-    attached = [read_text(path) for path in attach or ()]
+    attached = [found for path in attach or () for found in _texts(path)]
     check_room(attached, context)
     question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
     drawn = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
@@ -83,6 +84,19 @@ def chat(
             _run(stack, _Asked(wanted, question, attached, _how(plain, inline), continue_, system, sampling))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _texts(path: Path) -> list[tuple[str, str]]:
+    """(name, text) of a file, or of each text below a folder."""
+    from localllm_tui.control.attachments import read_folder, read_text
+    from localllm_tui.control.terminal import one_line
+
+    if not path.expanduser().is_dir():
+        return [read_text(path)]
+    texts, left_out = read_folder(path)
+    if left_out:
+        typer.echo(f"{one_line(str(path))}: {left_out} of {len(texts) + left_out} files are no text and stay", err=True)
+    return texts
 
 
 _How: TypeAlias = Literal["screen", "inline", "plain"]

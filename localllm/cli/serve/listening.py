@@ -94,6 +94,22 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
         yield [sock], f"the Unix socket {path} (path /v1)"
 
 
+def from_elsewhere(address: str) -> str | None:
+    """`address` as other machines call it: with this one's own in the place of 0.0.0.0 or ::. None where it is not open to
+    them all, or this machine has no network."""
+    import socket
+
+    everywhere = next((wild for wild in ("//0.0.0.0:", "//[::]:") if wild in address), None)
+    if everywhere is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): a route is chosen, nothing is sent
+        except OSError:
+            return None
+        return address.replace(everywhere, f"//{route.getsockname()[0]}:")
+
+
 def port_of(socks: Sequence[socket.socket]) -> int:
     """The port they listen on; 0 for a Unix socket."""
     name = socks[0].getsockname()

@@ -40,6 +40,7 @@ async def serve_until_stopped(
 
     from localllm.cli.compose.api_keys import key_path
     from localllm.cli.serve.decode_speed import DecodeSpeedWatch
+    from localllm.cli.serve.listening import from_elsewhere
     from localllm.server.models.unloading import memory_is_short, unload_idle
 
     def say(text: str) -> None:
@@ -66,6 +67,8 @@ async def serve_until_stopped(
         if not serving.done():
             await loading
             say(f"serving on {address}  (Ctrl-C stops)")
+            if elsewhere := from_elsewhere(address):
+                say(f"  from another machine: localllm chat --url {elsewhere} --api-key KEY")
         await serving
     finally:
         for task in (loading, serving, watch, pace):
