@@ -12,16 +12,17 @@ import multiprocessing
 import os
 import random
 import sys
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import psutil
 
 from benchmarks.models import serve_command, smollm2
-from benchmarks.processes import Server
+from benchmarks.processes import Server, empty_home
+from benchmarks.soak_mix import flowing, send
+from benchmarks.timing import percentile
 from localllm.bench.stream import free_port
 
 LEAVING = 0.25
@@ -42,43 +43,20 @@ class Seen:
 
     @property
     def errors(self) -> int:
-        """Everything that is neither an answer, a client's own leaving, nor a 503 that says when to come again."""
-        return sum(n for name, n in self.outcomes.items() if name not in ("answered", "left", "busy, told when"))
+        """Everything that is neither an answer, a client's own leaving, nor the server's word that it is busy."""
+        return sum(n for name, n in self.outcomes.items() if name not in ("finished", "left", "refused"))
 
 
 async def _client(http: httpx.AsyncClient, number: int, end_s: float, seen: Seen) -> None:
     rng = random.Random(number)
     while time.monotonic() < end_s:
-        body = {
-            "messages": [{"role": "user", "content": f"Count from {number} to {rng.randrange(10**6)}."}],
-            "stream": True,
-            "max_tokens": 16,
-        }
-        leaves = rng.random() < LEAVING
-        try:
-            seen.outcomes[await _ask(http, body, leaves)] += 1
-        except httpx.HTTPError as e:
-            seen.outcomes[type(e).__name__] += 1
-
-
-async def _ask(http: httpx.AsyncClient, body: dict[str, object], leaves: bool) -> str:
-    async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
-        if reply.status_code != 200:
-            await reply.aread()
-            if reply.status_code == 503 and "retry-after" in reply.headers:
-                await asyncio.sleep(float(reply.headers["retry-after"]))
-                return "busy, told when"
-            return f"status {reply.status_code}"
-        last, pieces = "", 0
-        async for line in reply.aiter_lines():
-            if line.startswith("data: {"):
-                if '"error"' in line:
-                    return "error in the stream"
-                pieces += 1
-                if leaves and pieces > 4:
-                    return "left"
-            last = line or last
-        return "answered" if last == "data: [DONE]" else "cut off"
+        ask = flowing(f"Count from {number} to {rng.randrange(10**6)}.", 16)
+        if rng.random() < LEAVING:
+            ask = replace(ask, leave_events=5)
+        ended = await send(http, ask)
+        seen.outcomes[ended.end] += 1
+        if ended.end == "refused":
+            await asyncio.sleep(1.0)
 
 
 def health_ms(url: str, seconds: float) -> list[float]:
@@ -123,18 +101,13 @@ def _growth_mb(samples: list[tuple[float, int]]) -> float:
     return (sorted(late[-third:])[third // 2] - sorted(late[:third])[third // 2]) / 1e6 if late else 0.0
 
 
-def _percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
 def main() -> None:
     """Run and report; the exit status says whether every bar was met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=30.0)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["LOCALLLM_CACHE_DIR"] = cache
+    with empty_home():
         port = free_port()
         command = serve_command(smollm2(), port, "--quiet")
         server = Server("localllm", command, port)
@@ -145,11 +118,11 @@ def main() -> None:
             seen = asyncio.run(_load(f"http://127.0.0.1:{port}", process, given.clients, given.seconds))
         finally:
             server.stop()
-    p99_ms = _percentile(seen.health_ms, 0.99)
+    p99_ms = percentile(seen.health_ms, 0.99)
     print(f"{given.clients} clients, {given.seconds:g} s, load average {os.getloadavg()[0]:.1f}: {dict(seen.outcomes)}")
     print(f"errors: {seen.errors} (bar 0)")
     print(
-        f"/health: p50 {_percentile(seen.health_ms, 0.5):.1f} ms, p99 {p99_ms:.1f} ms (bar {HEALTH_BAR_MS:g}), "
+        f"/health: p50 {percentile(seen.health_ms, 0.5):.1f} ms, p99 {p99_ms:.1f} ms (bar {HEALTH_BAR_MS:g}), "
         f"{len(seen.health_ms)} asked"
     )
     print(f"memory: server {_growth_mb(seen.server_bytes):+.1f} MB, worker {_growth_mb(seen.worker_bytes):+.1f} MB")

@@ -1,8 +1,9 @@
-"""One request through an engine in this process, timed: to its first token, and from there to its end."""
+"""Times: of one request through an engine in this process (to its first token, and from there to its end), and of many."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from localllm.engine.core import Engine
 from localllm.engine.messages import Request
@@ -26,3 +27,8 @@ def settle(engine: Engine) -> None:
     """Let the engine's housekeeping between requests end."""
     while engine.idle():
         pass
+
+
+def percentile(times: Sequence[float], share: float) -> float:
+    """The time that `share` of them stay below; 0 of none."""
+    return sorted(times)[min(len(times) - 1, int(len(times) * share))] if times else 0.0

@@ -31,6 +31,7 @@ import httpx
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server, empty_home
+from benchmarks.timing import percentile
 from localllm.bench.stream import free_port
 
 BAR_MS = 30.0
@@ -137,10 +138,6 @@ def decoding(url: str, streams: int) -> Iterator[Synchronized[int]]:
         process.join()
 
 
-def _percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
 def _measure(url: str, folder: Path, given: argparse.Namespace) -> tuple[list[float], list[float]]:
     """(times alone, times beside the streams), by turns."""
     terminal = Terminal([sys.executable, "-m", "localllm", "chat", "--url", url], folder)
@@ -178,10 +175,10 @@ def main() -> None:
             server.stop()
     for what, times in (("alone", alone), (f"beside {given.streams} streams", beside)):
         print(
-            f"{what:18} median {_percentile(times, 0.5):5.1f} ms, p95 {_percentile(times, 0.95):5.1f} ms, "
+            f"{what:18} median {percentile(times, 0.5):5.1f} ms, p95 {percentile(times, 0.95):5.1f} ms, "
             f"longest {max(times):5.1f} ms, {len(times)} keys"
         )
-    sys.exit(int(_percentile(beside, 0.95) > BAR_MS))
+    sys.exit(int(percentile(beside, 0.95) > BAR_MS))
 
 
 if __name__ == "__main__":

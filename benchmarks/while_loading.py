@@ -17,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.models import smollm2
+from benchmarks.models import serve_command, smollm2
+from benchmarks.timing import percentile
 from localllm.bench.stream import free_port
 
 _PATHS = ("/health", "/v1/models")
@@ -38,18 +39,14 @@ def main() -> None:
         _round(str(args.model or smollm2()), firsts, loading, loaded)
     print(f"first answer after the start: {', '.join(f'{s:.2f}' for s in firsts)} s")
     for name, times in (("loading", loading), ("loaded", loaded)):
-        said = (
-            f"p50 {_at(times, 0.5):.1f}, p99 {_at(times, 0.99):.1f}, longest {max(times) * 1e3:.1f} ms"
-            if times
-            else "-"
-        )
-        print(f"{name:8} {len(times):5} answers: {said}")
-    sys.exit(1 if _at(loading, 0.99) > _BAR_S * 1e3 else 0)
+        p50, p99, longest = (percentile(times, share) * 1e3 for share in (0.5, 0.99, 1.0))
+        print(f"{name:8} {len(times):5} answers: p50 {p50:.1f}, p99 {p99:.1f}, longest {longest:.1f} ms")
+    sys.exit(1 if percentile(loading, 0.99) > _BAR_S else 0)
 
 
 def _round(model: str, firsts: list[float], loading: list[float], loaded: list[float]) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "localllm", "serve", model, "--only", "--port", str(port), "--quiet"]
+    command = serve_command(model, port, "--only", "--quiet")
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -83,12 +80,6 @@ def _ask(port: int, path: str) -> tuple[int, float, dict[str, object]]:
         return reply.status, time.perf_counter() - begun, body
     finally:
         connection.close()
-
-
-def _at(times: list[float], share: float) -> float:
-    """The time in ms that `share` of the answers stay below."""
-    ordered = sorted(times)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 if ordered else 0.0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 from localllm import paths
 from localllm.device import cards, ggml, table, usable
-from localllm.device.accelerators import KINDS, Accelerator, compiled_in
+from localllm.device.accelerators import KINDS, compiled_in
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0
@@ -117,7 +117,8 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
         return _as_ggml_says(device, build) if build.gpus else device
     driver = ggml.driven_by(device, build)
     if driver != "cpu":
-        used = device if driver == device.accelerator else _driven_by(device, driver)
+        driven = tuple(replace(card, accelerator=driver) for card in device.cards)
+        used = replace(device, accelerator=driver, cards=driven)
         used = _with_all(used, [gpu for gpu in build.gpus if gpu.accelerator == driver])
         return _as_seen(used, processor.memory, build)
     told = f"{device.name} is not used: the installed llama.cpp is a build for the processor"
@@ -128,10 +129,6 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
         family="CPU",
         findings=(*processor.findings, Finding("warning", told, "localllm setup")),
     )
-
-
-def _driven_by(device: Device, driver: Accelerator) -> Device:
-    return replace(device, accelerator=driver, cards=tuple(replace(card, accelerator=driver) for card in device.cards))
 
 
 def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
@@ -242,7 +239,7 @@ def ask_build(environment: Mapping[str, str] | None = None, *, timeout_s: float 
     said = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode:
         last = said[-1][:300] if said else "it said nothing"
-        return ggml.GgmlBuild(failure=f"its process ended with {_ending(done.returncode)}: {last}")
+        return ggml.GgmlBuild(failure=f"its process ended with {ending(done.returncode)}: {last}")
     try:
         # Drivers print to standard output at times: the answer is the last line of it. What backends that are loaded with
         # the bindings say of their devices is on standard error.
@@ -252,7 +249,8 @@ def ask_build(environment: Mapping[str, str] | None = None, *, timeout_s: float 
         return ggml.GgmlBuild(failure=f"its answer can't be read ({type(e).__name__}: {e})")
 
 
-def _ending(code: int) -> str:
+def ending(code: int) -> str:
+    """How a process ended, by its exit status."""
     if code < 0:
         try:
             return f"signal {signal.Signals(-code).name}"

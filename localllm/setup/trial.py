@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 from localllm import __version__
 from localllm.device import ggml
-from localllm.device.in_use import ask_build
+from localllm.device.in_use import ask_build, ending
 from localllm.device.types import Device
 
 _PROGRAM = "localllm_backends.trial"
@@ -143,7 +142,8 @@ def run(
     if not done.returncode:
         return answers, ""
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return answers, f"{_ending(done.returncode)}{f': {said[-1][:300]}' if said else ''}"
+    how = "was ended by" if done.returncode < 0 else "ended with"
+    return answers, f"it {how} {ending(done.returncode)}{f': {said[-1][:300]}' if said else ''}"
 
 
 def _answers(printed: str) -> Iterator[dict[str, Any]]:
@@ -154,13 +154,6 @@ def _answers(printed: str) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(value, dict):
             yield value
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        name = signal.Signals(-code).name if -code in {int(s) for s in signal.Signals} else str(-code)
-        return f"it was ended by signal {name}"
-    return f"it ended with exit code {code}"
 
 
 def environment_now() -> dict[str, str]:

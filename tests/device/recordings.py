@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -30,4 +31,32 @@ def load(name: str, folder: Path = FOLDER) -> Readings:
     for kind, key, body in re.findall(r"(?ms)^=== (file|output) (.*?)(?: \(supplied\))?\n(.*?)(?=^=== |\Z)", text):
         (files if kind == "file" else outputs)[key] = body
     assert system in ("linux", "macos", "windows")
-    return Readings(system, architecture, files, outputs)
+    return Readings(system, architecture, files, as_asked(outputs))
+
+
+def as_asked(printed: dict[str, str]) -> dict[str, str]:
+    """What people post of their machines (tables, logs) as the commands print it the way our probes ask."""
+    outputs = dict(printed)
+    if "nvidia-smi" in outputs:
+        outputs["nvidia-smi"] = _smi_csv(outputs["nvidia-smi"])
+    units = {"GiB": 1 << 30, "MB": 1_000_000}
+    for said, number, unit in re.findall(r"(WorkingSetSize\s*[=:]\s*([0-9.,]+) (GiB|MB))", outputs.get("metal", "")):
+        size = round(float(number.replace(",", ".")) * units[unit])
+        outputs["metal"] = outputs["metal"].replace(said, f"WorkingSetSize = {size} bytes")
+    shown = re.search(r"(?s)Chipset Model: (.*?)\n.*Total Number of Cores: (\d+)", outputs.get("system_profiler", ""))
+    if shown:
+        listed = {"sppci_model": shown[1], "sppci_cores": shown[2]}
+        outputs["system_profiler"] = json.dumps({"SPDisplaysDataType": [listed]})
+    if level := re.search(r"memory free percentage: (\d+)%", outputs.pop("memory_pressure", "")):
+        outputs["sysctl"] += f"kern.memorystatus_level: {level[1]}\n"
+    return outputs
+
+
+def _smi_csv(printed: str) -> str:
+    rows = re.findall(
+        r"(?m)^\s*\|\s+[0-9]{1,3}\s{2,}(\S.*?)\s{2,}\S.*\|.*\|.*\|[ \t]*\n"
+        r"\s*\|[^|\n]*\|\s*(?:([0-9]+)MiB\s*/\s*([0-9]+)MiB)?[^|\n]*\|",
+        printed,
+    ) + [(name, "", "") for name in re.findall(r"(?m)^\s+Product Name\s*: (.+)$", printed)]
+    lines = [f"{name}, {used or '[N/A]'} MiB, {total or '[N/A]'} MiB" for name, used, total in rows]
+    return "\n".join(["name, memory.used [MiB], memory.total [MiB]", *lines]) if rows else printed

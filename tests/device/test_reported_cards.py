@@ -365,13 +365,3 @@ def test_a_build_that_does_not_see_one_of_the_cards_changes_nothing() -> None:
     ):
         used = in_use.as_used(two, two, vulkan_build(*seen))  # type: ignore[arg-type]
         assert [c.match for c in used.cards] == [c.match for c in two.cards]
-
-
-def test_what_is_in_use_stands_in_the_long_log_too() -> None:
-    log = (
-        "GPU 00000000:01:00.0\n    Product Name                          : NVIDIA GeForce RTX 4090\n"
-        "    FB Memory Usage\n        Total                             : 24564 MiB\n"
-        "        Used                              : 4564 MiB\n"
-    )
-    memory = linux(**{"nvidia-smi": log}).memory
-    assert memory.limit_bytes - memory.available_bytes == 4564 << 20

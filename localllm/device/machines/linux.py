@@ -23,7 +23,6 @@ class _System:
     memory: linux.MemInfo
     total_bytes: int
     available_bytes: int
-    container: str
     cpu: linux.CpuInfo
     told_bandwidth: Figure | None
     base: Device
@@ -92,7 +91,7 @@ def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
         cpu_vectors=cpu.vectors,
         findings=tuple(findings),
     )
-    return _System(memory, total, available, why, cpu, told, base)
+    return _System(memory, total, available, cpu, told, base)
 
 
 def _ram_bandwidth(readings: Readings, cpu: linux.CpuInfo) -> Figure | None:

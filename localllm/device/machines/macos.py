@@ -19,9 +19,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     displayed, _ = macos.displays(readings.output("system_profiler"))
     chip = mac.chip if mac.chip.startswith("Apple ") else displayed
     cores = macos.gpu_cores(readings.output("ioreg"), readings.output("system_profiler"))
-    had = macos.memory(
-        mac.memory_bytes, readings.output("sysctl"), readings.output("vm_stat"), readings.output("memory_pressure")
-    )
+    had = macos.memory(mac.memory_bytes, readings.output("sysctl"), readings.output("vm_stat"))
     if mac.translated:
         findings.append(
             Finding(

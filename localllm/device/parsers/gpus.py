@@ -30,7 +30,6 @@ _APU_GFX = set(APU_DEVICES.values())
 class AmdGpu:
     """One AMD GPU. Bytes; ids are numbers; `gfx` is "gfx1151" or "" (unknown); compute units 0 = unknown."""
 
-    card: str
     device_id: int
     revision: int
     name: str
@@ -49,9 +48,7 @@ class KfdNode:
 
     gfx: str
     compute_units: int
-    vendor_id: int
     device_id: int
-    render_minor: int
 
 
 def kfd_nodes(readings: Readings) -> list[KfdNode]:
@@ -70,9 +67,7 @@ def kfd_nodes(readings: Readings) -> list[KfdNode]:
             KfdNode(
                 gfx=f"gfx{major}{minor:x}{step:x}",
                 compute_units=simds // (2 if major >= 10 else 4),
-                vendor_id=values.get("vendor_id", 0),
                 device_id=values.get("device_id", 0),
-                render_minor=values.get("drm_render_minor", -1),
             )
         )
     return nodes
@@ -96,7 +91,6 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
 
         found.append(
             AmdGpu(
-                card=card.group(1),
                 device_id=device_id,
                 revision=hexadecimal(readings.file(f"{folder}/revision")) or 0,
                 name=" ".join(readings.file(f"{folder}/product_name").split())[:120],
@@ -252,15 +246,10 @@ SMI_FIELDS = "name,uuid,memory.total,memory.used,memory.free,compute_cap,clocks.
 
 
 def smi(text: str) -> list[NvidiaGpu]:
-    """What nvidia-smi printed, in any of its three forms: CSV query, -q log, or the table it prints by default.
+    """`nvidia-smi --query-gpu=… --format=csv` with its header line, whatever columns were asked for.
 
-    "[N/A]", "[Not Supported]", "N/A" and errors in place of a number mean: unknown.
+    "[N/A]", "[Not Supported]" and errors in place of a number mean: unknown.
     """
-    return _smi_csv(text) or _smi_log(text) or _smi_table(text)
-
-
-def _smi_csv(text: str) -> list[NvidiaGpu]:
-    """`nvidia-smi --query-gpu=… --format=csv` with its header line, whatever columns were asked for."""
     lines = [line for line in text.splitlines() if line.strip()]
     start = next((i for i, line in enumerate(lines) if "name" in [cell.strip() for cell in line.split(",")]), None)
     if start is None:
@@ -291,66 +280,9 @@ def _from_smi(row: Mapping[str, str]) -> NvidiaGpu:
     )
 
 
-def _smi_log(text: str) -> list[NvidiaGpu]:
-    """`nvidia-smi -q`: indented "key : value" lines under headings, one block per "GPU 00000000:01:00.0"."""
-    gpus = []
-    for block in re.split(r"(?m)^GPU [0-9A-Fa-f:.]+[ \t]*$", text)[1:]:
-        name = re.search(r"(?m)^\s+Product Name\s*: (.+)$", block)
-        if name is None:
-            continue
-        memory, clocks = _section(block, "FB Memory Usage"), _section(block, "Max Clocks")
-        mode = re.search(r"(?m)^\s+Addressing Mode\s*: (\w+)", block)
-        uuid = re.search(r"(?m)^\s+GPU UUID\s*: (\S+)", block)
-        limit = re.search(r"(?m)^\s+(?:Current |Enforced )?Power Limit\s*: ([0-9.]+) W", block)
-        gpus.append(
-            NvidiaGpu(
-                name=" ".join(name.group(1).split())[:120],
-                total_bytes=_mib(memory.get("Total")) or None,
-                used_bytes=_mib(memory.get("Used")),
-                free_bytes=_mib(memory.get("Free")),
-                reserved_bytes=_mib(memory.get("Reserved")),
-                max_memory_mhz=integer(clocks.get("Memory")),
-                addressing=mode.group(1).lower() if mode and mode.group(1) in ("None", "HMM", "ATS") else "",
-                power_limit_w=decimal(limit.group(1)) if limit else None,
-                uuid=uuid.group(1) if uuid else "",
-            )
-        )
-    return gpus
-
-
-def _section(block: str, heading: str) -> dict[str, str]:
-    """The "key : value" lines right below `heading`, which sit deeper than it."""
-    found = re.search(rf"(?m)^( +){re.escape(heading)}[ \t]*\n((?:\1 +\S.*\n?)*)", block)
-    return key_values(found.group(2)) if found else {}
-
-
 def _mib(text: str | None) -> int | None:
     number = integer(text)
     return None if number is None or number < 0 else number * MIB
-
-
-def _smi_table(text: str) -> list[NvidiaGpu]:
-    """The table nvidia-smi prints by default: two lines per GPU, "507MiB / 24564MiB" or "Not Supported".
-
-    Older drivers cut long names ("NVIDIA GeForce RTX 3070 ..."): such a name tells a laptop's GPU from a desktop's no
-    longer, so it matches no row.
-    """
-    rows = re.findall(
-        r"(?m)^\s*\|\s+[0-9]{1,3}\s{2,}(\S.*?)\s{2,}\S.*\|.*\|.*\|[ \t]*\n"
-        r"\s*\|[^|\n]*\|([^|\n]*)\|",
-        text,
-    )
-    gpus = []
-    for name, memory in rows:
-        figures = re.search(r"([0-9]{1,9})MiB\s*/\s*([0-9]{1,9})MiB", memory)
-        gpus.append(
-            NvidiaGpu(
-                name=" ".join(name.split())[:120],
-                total_bytes=int(figures.group(2)) * MIB if figures else None,
-                used_bytes=int(figures.group(1)) * MIB if figures else None,
-            )
-        )
-    return gpus
 
 
 @dataclass(frozen=True, slots=True)

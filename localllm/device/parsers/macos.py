@@ -10,9 +10,6 @@ from typing import Any
 from localllm.device.parsers import integer, key_values
 from localllm.headroom import mac_available_bytes
 
-MIB = 1 << 20
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class Mac:
@@ -28,8 +25,8 @@ class Mac:
 
 
 def sysctl(text: str) -> Mac:
-    """`sysctl machdep.cpu.brand_string hw.model hw.memsize …` as "key: value" or "key = value" lines."""
-    values = key_values(text.replace(" = ", ": "))
+    """`sysctl machdep.cpu.brand_string hw.model hw.memsize …`: "key: value" lines."""
+    values = key_values(text)
     memory = integer(values.get("hw.memsize"))
     pressure = integer(values.get("kern.memorystatus_vm_pressure_level"))
     return Mac(
@@ -53,38 +50,22 @@ def gpu_cores(ioreg: str, system_profiler: str = "") -> int | None:
 
 
 def displays(system_profiler: str) -> tuple[str, int | None]:
-    """Chip name and GPU cores from SPDisplaysDataType, as JSON or as the text the command prints by default."""
+    """Chip name and GPU cores from `system_profiler SPDisplaysDataType -json`."""
     try:
-        data: Any = json.loads(system_profiler) if system_profiler.lstrip().startswith("{") else None
+        data: Any = json.loads(system_profiler)
     except (ValueError, RecursionError):
-        data = None
-    if isinstance(data, dict):
-        entries = data.get("SPDisplaysDataType")
-        for entry in entries if isinstance(entries, list) else []:
-            if isinstance(entry, dict):
-                cores = integer(str(entry.get("sppci_cores", "")))
-                if cores:
-                    return str(entry.get("sppci_model", ""))[:80], cores if 0 < cores <= 1024 else None
         return "", None
-    name = re.search(r"Chipset Model:\s*(.+)", system_profiler)
-    count = re.search(r"Total Number of Cores:\s*([0-9]{1,6})", system_profiler)
-    cores = int(count.group(1)) if count else None
-    return (name.group(1).strip()[:80] if name else ""), cores if cores and cores <= 1024 else None
+    entries = data.get("SPDisplaysDataType") if isinstance(data, dict) else None
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict) and (cores := integer(str(entry.get("sppci_cores", "")))):
+            return str(entry.get("sppci_model", ""))[:80], cores if 0 < cores <= 1024 else None
+    return "", None
 
 
 def metal_working_set(text: str) -> int | None:
-    """Bytes of Metal's recommendedMaxWorkingSetSize from our probe ("… = 115964116992 bytes") or from a llama.cpp log.
-
-    llama.cpp prints decimal megabytes: `recommendedMaxWorkingSetSize  = 55662.79 MB` (a comma in some locales).
-    """
-    found = re.search(
-        r"recommendedMaxWorkingSetSize\s*[=:]\s*([0-9]{1,15}(?:[.,][0-9]{1,6})?)\s*(bytes|GiB|MiB|MB)?", text
-    )
-    if not found:
-        return None
-    unit = {"GiB": GIB, "MiB": MIB, "MB": 1_000_000}.get(found.group(2) or "bytes", 1)
-    value = round(float(found.group(1).replace(",", ".")) * unit)
-    return value if value > 0 else None
+    """Bytes of Metal's recommendedMaxWorkingSetSize, as our probe says them ("… = 115964116992 bytes")."""
+    found = re.search(r"recommendedMaxWorkingSetSize = ([0-9]{1,15}) bytes", text)
+    return int(found[1]) or None if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +94,9 @@ def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
     return sum(max(integer(values.get(f"Pages {kind}")) or 0, 0) for kind in kinds) * int(page.group(1))
 
 
-def memory(total_bytes: int, sysctl: str, pages: str, memory_pressure: str = "") -> MacMemory:
-    """What of `total_bytes` can be had: by kern.memorystatus_level, which memory_pressure prints as "System-wide memory free
-    percentage", else by the `pages` of vm_stat that it is counted from."""
-    level = integer(key_values(sysctl.replace(" = ", ": ")).get("kern.memorystatus_level"))
-    if level is None:
-        said = re.search(r"memory free percentage:\s*([0-9]{1,3})\s*%", memory_pressure)
-        level = int(said.group(1)) if said else None
+def memory(total_bytes: int, sysctl: str, pages: str) -> MacMemory:
+    """What of `total_bytes` can be had: by kern.memorystatus_level, else by the `pages` of vm_stat that it is counted from."""
+    level = integer(key_values(sysctl).get("kern.memorystatus_level"))
     to_be_had = mac_available_bytes(total_bytes, level)
     if to_be_had is None and (counted := vm_stat(pages, _TO_BE_HAD)) is not None:
         to_be_had = min(counted, total_bytes)

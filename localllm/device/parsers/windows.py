@@ -13,12 +13,11 @@ from localllm.device.parsers.sticks import Ram, Stick, ram_of
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A display adapter of the registry: the driver's name, its own memory in bytes, PCI ids ("" = not PCI)."""
+    """A display adapter of the registry: the driver's name, its own memory in bytes, its maker's PCI id ("" = not PCI)."""
 
     name: str
     memory_bytes: int
     vendor: str
-    device: str
 
 
 _CLASS = "{4d36e968-e325-11ce-bfc1-08002be10318}"
@@ -42,8 +41,8 @@ def adapters(text: str) -> list[Adapter]:
         if not name:
             continue
         memory = _registry_number(values.get("HardwareInformation.qwMemorySize"))
-        pci = re.search(r"ven_([0-9a-f]{4})&dev_([0-9a-f]{4})", values.get("MatchingDeviceId", "").lower())
-        adapter = Adapter(name[:120], memory, pci.group(1) if pci else "", pci.group(2) if pci else "")
+        pci = re.search(r"ven_([0-9a-f]{4})", values.get("MatchingDeviceId", "").lower())
+        adapter = Adapter(name[:120], memory, pci.group(1) if pci else "")
         if adapter not in found:
             found.append(adapter)
     return found

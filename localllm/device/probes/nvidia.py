@@ -119,9 +119,8 @@ def _slices(api: Any, handle: Any) -> list[int]:
 
 
 def smi() -> str:
-    """nvidia-smi's CSV with its header, its -q log where this driver's nvidia-smi refuses one of the columns."""
+    """nvidia-smi's CSV with its header; "" where there is none."""
     program = shutil.which("nvidia-smi") or f"{_WSL}/nvidia-smi"
     if not Path(program).exists():
         return ""
-    answered = run(program, f"--query-gpu={SMI_FIELDS}", "--format=csv")
-    return answered if answered.startswith("name") else run(program, "-q")
+    return run(program, f"--query-gpu={SMI_FIELDS}", "--format=csv")

@@ -30,15 +30,11 @@ def environment() -> dict[str, str]:
 
 _FILES = (
     "/proc/meminfo", "/proc/cpuinfo", "/proc/version", "/proc/device-tree/model", "/proc/self/cgroup",
-    "/.dockerenv", "/etc/nv_tegra_release", "/run/udev/data/+dmi:id", "/sys/class/dmi/id/product_name",
-    "/sys/class/dmi/id/sys_vendor", "/sys/module/ttm/parameters/pages_limit",
-    "/sys/module/amdgpu/parameters/gttsize", "/sys/firmware/acpi/platform_profile",
-    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "/var/lib/nvpmodel/status",
+    "/.dockerenv", "/run/udev/data/+dmi:id", "/sys/class/dmi/id/product_name", "/var/lib/nvpmodel/status",
 )  # fmt: skip
 _PATTERNS = (
     "/sys/class/kfd/kfd/topology/nodes/*/properties",
     "/sys/devices/system/cpu/cpu0/cache/index*/size",
-    "/sys/class/power_supply/*/online",
 )
 _CARD_FILES = (
     "vendor", "device", "revision", "class", "product_name", "board_info", "mem_info_vram_total",
