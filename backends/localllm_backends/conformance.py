@@ -163,6 +163,8 @@ def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
             require(
                 token is None or _may_be(token, row, spec), f"{token} was sampled for {spec}, not what the logits give"
             )
+        plain = backend.step([Chunk(sequence, [30], few=True) for sequence in sequences])
+        require(all(plain.sampled(i) is None for i in range(len(group))), "what nobody asked to sample was sampled")
         for sequence in sequences:
             backend.drop(sequence)
     require(named > 0, "of all these tokens none was sampled")

@@ -100,7 +100,8 @@ class StepResult(ABC):
 
     def sampled(self, chunk: int) -> int | None:
         """The token that the `sample` of chunk number `chunk` asked for, in single precision: where a share ends within 1e-4 of
-        `uniform` or of top_p it may be the next one. None where that takes a look at the logits. (Capabilities.samples)"""
+        `uniform` or of top_p it may be the next one. None where that takes a look at the logits, and where no `sample` was asked
+        for. (Capabilities.samples)"""
         return None
 
 

@@ -61,6 +61,7 @@ def test_a_gpu_reads_several_micro_batches_in_a_step_and_takes_them_back(
     """As read one by one; of a step that was ended behind some of them nothing stays. (The processor stands in for a GPU.)"""
     prompt = [3 + i * 7 % 250 for i in range(1500)]
     spec = LoadSpec(str(tiny_model), n_ctx=4096, n_threads=1)
+    monkeypatch.setattr("localllm_backends.llamacpp.context.has_gpu", lambda: False)
     narrow = backend_type.load(spec)
     monkeypatch.setattr("localllm_backends.llamacpp.context.has_gpu", lambda: True)
     wide = backend_type.load(spec)

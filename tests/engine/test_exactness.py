@@ -6,16 +6,18 @@ router, unseen, and send the token to another expert: such flips are bounded by 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.crowds import crowds_equal_isolated_runs, divergence, isolated
-from engine.drive import GREEDY, run
+from engine.drive import GREEDY, Outcome, run
 from localllm.engine.core import Engine, EngineSettings
-from localllm_backends.contract import LoadSpec
+from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
+from localllm_backends.llamacpp.backend import LlamaCppBackend
 from models import tiny_gguf
 from support.requests import request_for
 
@@ -42,6 +44,32 @@ def test_random_mixes_equal_isolated_runs(shape: str, mixes: int, tmp_path: Path
     engine = Engine(llamacpp.load(spec), settings)
     crowds_equal_isolated_runs(engine, alone, shape, mixes, router_flips=ROUTER_FLIPS.get(shape, 0.0))
     assert (engine.snapshot()["sliced_prefill_tokens"] == 0) == (not engine.backend.capabilities.sliced_prefill)
+    engine.close()
+    alone.close()
+
+
+def test_an_end_that_is_forbidden_is_not_taken_from_a_device_that_sorts(tiny_model: Path) -> None:
+    """Several greedy streams at once, whose best logit is the end; what the device found best may be forbidden."""
+    spec, rng = LoadSpec(str(tiny_model), n_ctx=1024, n_seq_max=8), random.Random(1)
+    alone, sorting = llamacpp.load(spec), llamacpp.load(spec)
+    ends = set(alone.info.eog_tokens)
+    prompts: list[list[int]] = []
+    while len(prompts) < 4:
+        prompt, sequence = [rng.randrange(3, 250) for _ in range(8)], alone.new_sequence()
+        if alone.step([Chunk(sequence, prompt)]).argmax(0)[-1] in ends:
+            prompts.append(prompt)
+        alone.drop(sequence)
+    assert isinstance(sorting, LlamaCppBackend)
+    sorting.sort_where_computed()
+    outcome, engine = Outcome(), Engine(sorting)
+    for i, prompt in enumerate(prompts):
+        request = request_for(str(i), prompt, max_tokens=4, sampling=GREEDY, ignore_eos=True)
+        outcome.take(engine.submit(request, prompt))
+    while engine.has_work:
+        outcome.take(engine.step())
+    for i, prompt in enumerate(prompts):
+        assert outcome.tokens[str(i)][0] == isolated(alone, prompt, 1)[0][0]
+        assert not ends & set(outcome.tokens[str(i)])
     engine.close()
     alone.close()
 

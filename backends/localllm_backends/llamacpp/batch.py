@@ -120,11 +120,11 @@ class LlamaCppStepResult(StepResult):
         return self._read()
 
     def argmax(self, chunk: int) -> list[int]:
-        token = self._sorted_out.token(chunk) if self._sorted_out is not None else None
+        token = self._sorted_out.best(chunk) if self._sorted_out is not None else None
         return [int(row.argmax()) for row in self.logits(chunk)] if token is None else [token]
 
     def sampled(self, chunk: int) -> int | None:
-        return self._sorted_out.token(chunk) if self._sorted_out is not None else None
+        return self._sorted_out.sampled(chunk) if self._sorted_out is not None else None
 
     def logits(self, chunk: int) -> NDArray[np.float32]:
         start, stop = self._offsets[chunk]

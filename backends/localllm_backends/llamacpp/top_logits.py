@@ -185,9 +185,13 @@ class SortedOut:
     def _tokens(self) -> list[int | None]:
         return self._top.read(self._chunks, self.numbers)
 
-    def token(self, chunk: int) -> int | None:
-        """What was chosen for it; None where the few don't decide it."""
-        return self._tokens[chunk]
+    def sampled(self, chunk: int) -> int | None:
+        """What its `sample` asked for; None where it has none, or the few don't decide it."""
+        return self._tokens[chunk] if self._chunks[chunk].sample is not None else None
+
+    def best(self, chunk: int) -> int | None:
+        """The best logit's token, which somebody may forbid; None where something else was asked for."""
+        return self._tokens[chunk] if self._chunks[chunk].sample is None else None
 
     def row(self, chunk: int) -> Rows:
         """Its row [1, n_vocab] all the same."""
