@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,15 @@ def private_dir(path: Path) -> Path:
     """Create `path` readable by its owner only, and return it."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
+
+
+def keep(path: Path, body: Mapping[str, Any]) -> None:
+    """`body` as JSON in `path`, readable by its owner only, where the disk takes it: what is kept so can be found out again."""
+    import json
+
+    with suppress(OSError):
+        private_dir(path.parent)
+        write_private(path, json.dumps(body, indent=1))
 
 
 def write_private(path: Path, text: str) -> None:

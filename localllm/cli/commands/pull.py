@@ -61,7 +61,7 @@ def pull(
         if meter is not None:
             meter.close()
     if as_json:
-        print_json(as_row(found))
+        print_json({**as_row(found), "drafter": next((str(file) for file in brought.values()), None)})
         return
     if not quiet:
         quant = f" {found.quant}" if found.quant else ""

@@ -8,7 +8,6 @@ with the type and with f16, and the logits are compared row by row.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -61,23 +60,19 @@ class Kept:
 def read(file: Path, meaning: str | None = None) -> Kept:
     """What is kept in `file`; nothing from a damaged or missing one, or one of another build than `meaning`."""
     names = {f.name for f in fields(KvFidelity)}
+    body = paths.read_json(file)
+    if meaning is not None and body.get("build") != meaning:
+        return Kept()
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-        if meaning is not None and body["build"] != meaning:
-            return Kept()
         found = tuple(KvFidelity(**{k: v for k, v in entry.items() if k in names}) for entry in body["found"])
         return Kept(str(body.get("model", "")), found, tuple((str(k), str(v)) for k, v in body.get("without", ())))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return Kept()
 
 
 def keep(file: Path, meaning: str, kept: Kept) -> None:
     """Write what was measured by the build `meaning`, where the disk takes it."""
-    try:
-        paths.private_dir(file.parent)
-        paths.write_private(file, json.dumps({"build": meaning, **asdict(kept)}, indent=1))
-    except OSError:  # a full or read-only disk: it is measured again another time
-        pass
+    paths.keep(file, {"build": meaning, **asdict(kept)})
 
 
 class KvEvidence:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -262,7 +261,7 @@ class Speculator:
         else:
             survival = state.lookup.rates.survival(match, len(tokens))
         best = _Proposal(found_by, tokens, DraftCandidate(survival))
-        if self.mode != "ngram" and job.request.draft != "ngram" and not job.images:
+        if self.mode != "ngram" and job.request.draft != "ngram":
             for name, drafter in self.drafters.items():
                 best = self._or_drafter(job, state.back_offs[name], best, most, name, drafter)
         return best
@@ -395,22 +394,19 @@ class Speculator:
 
     def _recall(self) -> dict[str, tuple[float, float]]:
         for name, acceptance in self._acceptance.items():
-            with suppress(OSError, ValueError, TypeError, KeyError):
-                if (file := self._file(name)) is not None:
-                    body = json.loads(file.read_text(encoding="utf-8"))
-                    right, seen = float(body["right"]), float(body["seen"])
-                    # No more of it than some new guesses outweigh: what is asked may have changed.
-                    if 0 <= right <= seen and (weight := min(1.0, _MOST_RECALLED / max(seen, 1.0))):
-                        acceptance.counted = right * weight, seen * weight
+            body = paths.read_json(file) if (file := self._file(name)) is not None else {}
+            with suppress(ValueError, TypeError, KeyError):
+                right, seen = float(body["right"]), float(body["seen"])
+                # No more of it than some new guesses outweigh: what is asked may have changed.
+                if 0 <= right <= seen and (weight := min(1.0, _MOST_RECALLED / max(seen, 1.0))):
+                    acceptance.counted = right * weight, seen * weight
         return {name: acceptance.counted for name, acceptance in self._acceptance.items()}
 
     def _remember(self) -> None:
         for name, acceptance in self._acceptance.items():
             if acceptance.counted != self._kept[name] and (file := self._file(name)) is not None:
                 self._kept[name] = right, seen = acceptance.counted
-                with suppress(OSError):
-                    paths.private_dir(file.parent)
-                    paths.write_private(file, json.dumps({"right": right, "seen": seen}))
+                paths.keep(file, {"right": right, "seen": seen})
 
     def close(self) -> None:
         self._remember()
