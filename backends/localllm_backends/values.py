@@ -83,7 +83,7 @@ class Capabilities:
     which is kept apart from its KV.
     `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
     `drafts`: longest draft (tokens) that heads loaded with it write (`Backend.draft`); 0 = there are none. `draft_kind`: which
-    ("mtp": the model's own; "eagle3", "dflash": `LoadSpec.drafter`; "": none). Those of "dflash" are made in one pass.
+    ("mtp": the model's own; "eagle3", "dflash", "assistant": `LoadSpec.drafter`; "": none). Those of "dflash" are made in one pass.
     `sliced_prefill`: prompts can be read beside the steps (`Backend.slice_prefill`).
     `samples`: chunks may ask for a token sampled where the logits are (`SampleSpec`).
     `asynchronous`: a step's result may come back before it is computed; whoever asks it something waits.

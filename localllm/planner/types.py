@@ -39,8 +39,8 @@ def backend_of(variant: Variant) -> Declaration:
 
 @dataclass(frozen=True, slots=True)
 class CompanionDrafter:
-    """A drafter trained for a model, in a file of its own: `kind` is "eagle3" or "dflash", `width` that of the model's layers,
-    `kv_elements` how many numbers a token takes in its KV cache, `block` the tokens it writes in one pass (0: one)."""
+    """A drafter trained for a model, in a file of its own: `kind` is "eagle3", "dflash" or "gemma4-assistant", `width` that of the
+    model's layers, `kv_elements` how many numbers a token takes in its KV cache, `block` the tokens it writes in one pass (0: one)."""
 
     kind: str
     path: str

@@ -39,7 +39,7 @@ _COUNTERS = {
     "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
     "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
     "drafted_mtp_tokens", "accepted_mtp_tokens", "drafted_eagle3_tokens", "accepted_eagle3_tokens",
-    "drafted_dflash_tokens", "accepted_dflash_tokens",
+    "drafted_dflash_tokens", "accepted_dflash_tokens", "drafted_assistant_tokens", "accepted_assistant_tokens",
 }  # fmt: skip
 # The memory guard's levels (localllm/engine/host/memory.py), one series each: exactly one is 1.
 _PRESSURES = ("none", "shrink", "hold")

@@ -134,7 +134,7 @@ def test_heads_in_the_models_own_file_are_found_counted_and_loaded(tmp_path: Pat
 
 
 def test_heads_that_take_something_away_or_cannot_run_are_left_out(tmp_path: Path, tiny_model: Path) -> None:
-    # Windows and states are kept in pieces only without; with images they don't go together.
+    # Windows and states are kept in pieces only without.
     for write in (tiny_mtp.write_sliding_mtp, tiny_mtp.write_hybrid_mtp):
         path = write(tmp_path / "m.gguf")
         assert not load_plan_named(str(path), Settings({"context": 2048})).options.spec.mtp

@@ -12,7 +12,7 @@ from localllm.errors import DoesNotFitError, UnsupportedError
 from localllm.library.catalog import read_header
 from localllm.planner.projector import projector_bytes
 from localllm.settings import Settings
-from localllm_backends.contract import LoadError, LoadSpec, Placement
+from localllm_backends.contract import LoadSpec, Placement
 from localllm_backends.llamacpp import LlamaCppType, backend_type
 from models.tiny_mtp import write_mtp
 from models.tiny_vision import VisionModel, write_vision
@@ -51,7 +51,7 @@ def test_it_is_left_out_where_it_does_not_fit_and_says_so(
         load_plan_named(str(model.text), Settings({"images": "on", "context": 2048}))
 
 
-def test_a_build_without_mtmd_and_draft_heads_are_named(model: VisionModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_without_mtmd_is_named(model: VisionModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaCppType, "reads_images", lambda _: "made without it")
     load = load_plan_named(str(model.text), Settings({}))
     assert (load.options.spec.projector, load.projector.why_not) == ("", "made without it")
@@ -59,25 +59,13 @@ def test_a_build_without_mtmd_and_draft_heads_are_named(model: VisionModel, monk
         load_plan_named(str(model.text), Settings({"images": "on"}))
 
 
-def test_draft_heads_switch_images_off_by_name_and_are_refused_beside_images_on(
-    able: None, tmp_path: Path, model: VisionModel
-) -> None:
-    """A model with heads and a projector beside it: each alone is fine, both are never loaded together."""
+def test_draft_heads_and_images_are_loaded_together(able: None, tmp_path: Path, model: VisionModel) -> None:
     text = write_mtp(tmp_path / "heads.gguf")
     projector = tmp_path / "mmproj-heads.gguf"
     projector.write_bytes(model.projector.read_bytes())
-    load = load_plan_named(str(text), Settings({"draft": "mtp"}))
-    assert load.options.spec.mtp
-    assert load.options.spec.projector == ""
-    assert load.projector.why_not == "draft heads and images don't go together yet"
-    with pytest.raises(UnsupportedError, match="--images on: draft heads and images"):
-        load_plan_named(str(text), Settings({"draft": "mtp", "images": "on"}))
-    for draft in ("auto", "off", "ngram"):
-        spec = load_plan_named(str(text), Settings({"draft": draft})).options.spec
-        assert (spec.mtp, spec.projector) == (False, str(projector))
-    # A load that asks for both anyway, as another program's might, is refused in the worker with what to do.
-    with pytest.raises(LoadError, match="--draft off"):
-        backend_type.load(LoadSpec(str(text), n_ctx=256, mtp=True, projector=str(projector)))
+    for draft, heads in (("mtp", True), ("off", False), ("ngram", False)):
+        spec = load_plan_named(str(text), Settings({"draft": draft, "images": "on"})).options.spec
+        assert (spec.mtp, spec.projector) == (heads, str(projector))
 
 
 def test_images_on_without_a_projector_is_refused(tiny_model: Path) -> None:

@@ -15,6 +15,7 @@ from localllm.engine.messages import Generation, Request
 from localllm.engine.vision import ImageReader
 from localllm_backends.contract import BackendFailure, Chunk, ImagePart, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type
+from models import tiny_mtp
 from models.tiny_vision import VisionModel, write_vision
 from support.pictures import needs_mtmd, needs_pillow, png
 
@@ -193,6 +194,27 @@ def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
     assert len(outcome.tokens["r"]) == 30
     assert ask(engine, request).tokens["r"] == plain(engine, request, 30)
     assert run(engine, Request("t", "plain text", Generation(GREEDY, max_tokens=3))).finish("t")
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path) -> None:
+    """Positions in a row, and in two dimensions with a state: text behind an image is drafted by heads that begin anew there."""
+    write, n_rewind = (tiny_mtp.write_mtp, 0) if kind == "llava" else (tiny_mtp.write_hybrid_mtp, 4)
+    text = write(tmp_path / "heads.gguf", likeness=0.35)
+    seeing = VisionModel(text, write_vision(tmp_path / kind, kind).projector)
+    engine = load(seeing, EngineSettings(draft="mtp"), mtp=True, n_rewind=n_rewind)
+    settle(engine)
+    (drafter,) = engine.speculator.drafters.values()
+    engine.speculator.cost.set({1: 1.0, 32: 1.01})
+    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    drafter.took = lambda seconds: None  # type: ignore[method-assign]
+    drafter.token_s = 1e-9
+    for i, words in enumerate(("{A} see {B} x", "{A} see {B} x and y {C}", "no picture", "w270 {C} {A}")):
+        request = prompt(words, f"r{i}", most=40)
+        before = int(engine.snapshot()["accepted_mtp_tokens"])
+        assert ask(engine, request).tokens[f"r{i}"] == plain(engine, request, 40)
+        assert int(engine.snapshot()["accepted_mtp_tokens"]) > before
     engine.close()
 
 

@@ -109,3 +109,75 @@ def write_dflash(
         if confidence:
             w.add_tensor("conf_proj.weight", _random(rng, 1, E + before.shape[1]) * 4)
     return finish(w, path)
+
+
+GEMMA_WINDOW = 32
+_WIDTHS = {True: 16, False: 32}  # of a head, within the window and where all is attended to
+
+
+def _gemma4(w: gguf.GGUFWriter, name: str, windows: list[bool], e: int) -> None:
+    common(w, layers=len(windows), e=e, ff=FF, heads=HEADS, kv=KV, d=_WIDTHS[False], n_ctx=4096)
+    w.add_sliding_window(GEMMA_WINDOW)
+    w.add_array(f"{name}.attention.sliding_window_pattern", windows)
+    for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+        w.add_uint32(f"{name}.{key}", _WIDTHS[True])
+    w.add_float32(f"{name}.rope.freq_base_swa", 1e4)
+    w.add_uint32(f"{name}.embedding_length_per_layer_input", 0)
+    vocabulary(w)
+    w.add_tensor("rope_freqs.weight", np.ones(_WIDTHS[False] // 2, dtype=np.float32))
+    w.add_tensor("output_norm.weight", np.ones(e, dtype=np.float32))
+
+
+def _gemma4_layer(
+    w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, width: int, *, keeps: bool, scale: float
+) -> None:
+    for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+        w.add_tensor(f"blk.{i}.{norm}.weight", np.full(e, scale if "post" in norm else 1.0, dtype=np.float32))
+    w.add_tensor(f"blk.{i}.attn_q.weight", _random(rng, HEADS * width, e))
+    w.add_tensor(f"blk.{i}.attn_q_norm.weight", np.full(width, 0.25, dtype=np.float32))
+    w.add_tensor(f"blk.{i}.attn_output.weight", _random(rng, e, HEADS * width))
+    if keeps:
+        w.add_tensor(f"blk.{i}.attn_k.weight", _random(rng, KV * width, e))
+        w.add_tensor(f"blk.{i}.attn_v.weight", _random(rng, KV * width, e))
+        w.add_tensor(f"blk.{i}.attn_k_norm.weight", np.ones(width, dtype=np.float32))
+    for name, shape in (("gate", (FF, e)), ("up", (FF, e)), ("down", (e, FF))):
+        w.add_tensor(f"blk.{i}.ffn_{name}.weight", _random(rng, *shape))
+    w.add_tensor(f"blk.{i}.layer_output_scale.weight", np.ones(1, dtype=np.float32))
+
+
+def write_gemma4(path: Path, *, likeness: float = 0.0, seed: int = 21) -> Path:
+    """Gemma-4-shaped: windows with heads of another width than those of the last layer, which attends to all."""
+    rng, windows = np.random.default_rng(seed), [True, False, True, False]
+    w = gguf.GGUFWriter(str(path), "gemma4")
+    _gemma4(w, "gemma4", windows, E)
+    embeddings, output = _tables(likeness)
+    w.add_tensor("token_embd.weight", (embeddings / np.sqrt(E)).astype(np.float32))
+    w.add_tensor("output.weight", output)
+    for i, window in enumerate(windows):
+        _gemma4_layer(w, rng, i, E, _WIDTHS[window], keeps=True, scale=1.0)
+    return finish(w, path)
+
+
+def write_assistant(
+    path: Path, *, knowing: bool = False, width: int = E, window: int = GEMMA_WINDOW, seed: int = 22
+) -> Path:
+    """A Gemma 4 assistant of two layers, which keep nothing: one reads within the window, one all. `knowing`: it passes on its
+    newest token, as `write_gemma4` leans on it. `width` of the model that it is for."""
+    rng, e, name = np.random.default_rng(seed), 2 * E, "gemma4-assistant"
+    w = gguf.GGUFWriter(str(path), name)
+    _gemma4(w, name, [True, False], e)
+    if window != GEMMA_WINDOW:
+        w.kv_data[0][f"{name}.attention.sliding_window"].value = window
+    w.add_uint32(f"{name}.embedding_length_out", width)
+    w.add_uint32(f"{name}.nextn_predict_layers", 2)
+    output = _tables(0)[1]
+    table = np.concatenate([output, np.zeros((VOCAB, e - E))], axis=1) if knowing else _random(rng, VOCAB, e) * 16
+    w.add_tensor("token_embd.weight", table.astype(np.float32))
+    before = np.eye(e, 2 * width, dtype=np.float32) if knowing else _random(rng, e, 2 * width)
+    if knowing:
+        before[width:] = 0
+    w.add_tensor("nextn.pre_projection.weight", before)
+    w.add_tensor("nextn.post_projection.weight", _random(rng, width, e))
+    for i, windowed in enumerate((True, False)):
+        _gemma4_layer(w, rng, i, e, _WIDTHS[windowed], keeps=False, scale=0.1 if knowing else 1.0)
+    return finish(w, path)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm_backends.contract import LoadError, LoadSpec, SequenceId
+from localllm_backends.following import LEAST_PROBABILITY
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import (
-    LEAST_PROBABILITY,
     DraftHeads,
     RowBatch,
     Rows,
@@ -31,7 +32,8 @@ from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import BufferSizes
 from localllm_backends.llamacpp.weights import check_file, load_model
 
-KINDS = ("eagle3", "dflash")
+_ASSISTANT = "gemma4-assistant"
+KINDS = ("eagle3", "dflash", _ASSISTANT)
 # Architectures whose layers' inputs llama.cpp hands out (src/models: t_layer_inp); for any other it aborts the process.
 _GIVE_FEATURES = frozenset({
     "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan_vl", "lfm2", "llama", "mimo2", "minimax-01", "minimax-m2",
@@ -106,6 +108,32 @@ class Eagle3Heads(_OwnModel, MtpHeads):
                 return [np.zeros(self._n_hidden, dtype=np.float32)] * len(rows)
             fused.extend(self._view(self._context, int(self._encoder.native.n_tokens)).copy())
         return fused
+
+
+class AssistantHeads(_OwnModel, MtpHeads):
+    """Gemma 4's assistants: a few layers that attend to what the model's own last two layers keep, and keep nothing themselves.
+    All they guess stands where the first guess does, as they were trained."""
+
+    kind = "assistant"
+
+    def __init__(self, llama: Any, drafter: Any, target: Any, context: Any) -> None:
+        super().__init__(llama, drafter, target, context)
+        self._drafter, self._n_heads = drafter, 1
+
+    def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
+        return True
+
+    def _lay(self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int) -> None:
+        sequence, newest, _ = want
+        self._batch.add_row([newest, *drafted][step], self._lines[sequence].read, sequence, rows[step], output=True)
+
+    def export_range(self, sequence: SequenceId, start: int, stop: int, by_way_of: int) -> bytes:
+        return b""
+
+    def import_range(
+        self, sequence: SequenceId, data: NDArray[np.uint8], start: int, stop: int, by_way_of: int
+    ) -> None:
+        self._imported(sequence, stop, whole=True)
 
 
 class DflashHeads(_OwnModel):
@@ -277,6 +305,10 @@ def open_drafter(llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max:
     try:
         kind = _check_headers(path, header, main)
         drafter, sizes = load_model(path, spec, None, drafter=True)
+        if kind == _ASSISTANT:
+            _check_vocabulary(llama, path, model, drafter)
+            context = new_context(drafter, spec, n_seq_max=n_seq_max, beside=target, n_batch=max(_BATCH, n_seq_max))
+            return AssistantHeads(llama, drafter, target, context), sizes
         n_layers = int(functions["n_target_layers"](drafter))
         layers = list(functions["target_layers"](drafter)[:n_layers])
         _check_layers(llama, path, model, layers, kind, main.text("general.architecture"))
@@ -310,6 +342,9 @@ def _check_headers(path: Path, header: NativeHeader, main: NativeHeader) -> str:
     kind, architecture = header.text("general.architecture"), main.text("general.architecture")
     if kind not in KINDS:
         raise _refused(path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}")
+    if kind == _ASSISTANT:
+        _check_shared(path, header, main, architecture)
+        return kind
     if architecture not in _GIVE_FEATURES:
         raise _refused(path, f"llama.cpp does not give what the layers of {architecture!r} models make")
     if header.number("dflash.hyper_connection.count"):
@@ -324,6 +359,36 @@ def _check_headers(path: Path, header: NativeHeader, main: NativeHeader) -> str:
     if own != width and not (header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")):
         raise _refused(path, f"it is {own:,} wide and would share the embeddings of a model that is {width:,} wide")
     return kind
+
+
+def _check_shared(path: Path, header: NativeHeader, main: NativeHeader, architecture: str) -> None:
+    """LoadError where an assistant can't read what the last two layers of this model keep: llama.cpp does not look, and would read
+    beside it."""
+    if architecture != "gemma4":
+        raise _refused(path, f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model")
+    width, wanted = (
+        h.number(k) for h, k in ((main, "gemma4.embedding_length"), (header, f"{_ASSISTANT}.embedding_length_out"))
+    )
+    if width != wanted:
+        raise _refused(path, f"it was made for a model {wanted:,} wide, and this one is {width:,} wide")
+    window = "attention.sliding_window"
+    last, kept = main.number("gemma4.block_count") - 1, _kept_by_layer(main, "gemma4")
+    read = _kept_by_layer(header, _ASSISTANT)
+    fits = len(kept) > last > 0 and read and all(one == kept[last - one[0]] for one in read)
+    if not fits or main.number(f"gemma4.{window}") != header.number(f"{_ASSISTANT}.{window}"):
+        raise _refused(
+            path, "its layers read keys of other sizes, or another window, than this model's last two layers have"
+        )
+
+
+def _kept_by_layer(header: NativeHeader, architecture: str) -> list[tuple[int, int, int]]:
+    """Of each layer whether it sees a window alone, its heads of keys and their width."""
+    windows, heads = (
+        header.numbers(f"{architecture}.attention.{k}") for k in ("sliding_window_pattern", "head_count_kv")
+    )
+    widths = [header.number(f"{architecture}.attention.key_length{end}") for end in ("", "_swa")]
+    heads = heads if len(heads) == len(windows) else heads * len(windows)
+    return [(window, n, widths[window]) for window, n in zip(windows, heads, strict=False)]
 
 
 def _check_layers(llama: Any, path: Path, model: Any, layers: Seq[int], kind: str, architecture: str) -> None:

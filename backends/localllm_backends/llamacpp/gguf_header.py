@@ -10,7 +10,8 @@ from typing import Any
 
 from localllm_backends.contract import LoadError
 
-_GGUF_UINT32, _GGUF_BOOL = 4, 7  # gguf.h: enum gguf_type
+_GGUF_UINT32, _GGUF_BOOL, _GGUF_ARRAY = 4, 7, 9  # gguf.h: enum gguf_type
+_ARRAYS = {_GGUF_UINT32: ctypes.c_uint32, 5: ctypes.c_int32, _GGUF_BOOL: ctypes.c_bool}
 
 
 def parts(path: Path) -> list[Path]:
@@ -60,6 +61,17 @@ class NativeHeader:
         if self._call("gguf_get_kv_type", ctypes.c_int, *arguments) != _GGUF_UINT32:
             return 0
         return int(self._call("gguf_get_val_u32", ctypes.c_uint32, *arguments))
+
+    def numbers(self, key: str) -> list[int]:
+        """An array of whole numbers of 32 bits or of truth values, or the one number there is; [] where there is neither."""
+        at = self._find("key", key)
+        arguments = ctypes.c_void_p(self._file), ctypes.c_int64(at)
+        if at < 0 or self._call("gguf_get_kv_type", ctypes.c_int, *arguments) != _GGUF_ARRAY:
+            return [number] if (number := self.number(key)) else []
+        kind: Any = _ARRAYS.get(self._call("gguf_get_arr_type", ctypes.c_int, *arguments))
+        n = int(self._call("gguf_get_arr_n", ctypes.c_size_t, *arguments)) if kind is not None else 0
+        data = self._call("gguf_get_arr_data", ctypes.c_void_p, *arguments) if n else None
+        return [int(v) for v in (kind * n).from_address(data)] if kind is not None and data else []
 
     def flag(self, key: str, *, otherwise: bool) -> bool:
         """A truth value; `otherwise` where there is none of that name."""

@@ -1,22 +1,18 @@
-"""Draft heads on llama.cpp: a second context that reads what the model has read, with its hidden rows, and writes ahead.
-
-Its small KV (the heads' layers only) must hold what the model's holds: the same tokens at the same places, each with a row
-of what the model knew just before it. What is guessed is verified by the model like any other draft, so heads that lost
-their place cost acceptance and never exactness.
-"""
+"""Draft heads on llama.cpp: a second context that reads what the model has read, with its hidden rows, and writes ahead."""
 
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, SequenceId
+from localllm_backends.following import CANDIDATES, Follower
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.kv_blocks import written
 
@@ -35,13 +31,6 @@ SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
     "n_target_layers": ("_Z30llama_model_target_layer_ids_nPK11llama_model", ctypes.c_uint32, []),
     "selector_top_k": ("_Z33llama_model_dflash_selector_top_kPK11llama_model", ctypes.c_int32, []),
 }  # fmt: skip
-# Tokens that heads may lag behind before they read them: one sweep over their layers for all, and none for rejected drafts.
-_CATCH_UP_TOKENS = 32
-# Guesses that the heads themselves take for less likely than this are not worth a row of the model's sweep. Assumed: no real
-# heads were measured here, and the engine learns from the stops as it does from rejections.
-LEAST_PROBABILITY = 0.4
-# Probabilities are taken among as many candidates, as in llama.cpp's own driver (common/speculative.cpp).
-_CANDIDATES = 10
 
 
 def staging_functions(llama: Any) -> dict[str, Any] | None:
@@ -58,25 +47,11 @@ def staging_functions(llama: Any) -> dict[str, Any] | None:
     return found
 
 
-@dataclass
-class _HeadsLine:
-    """A sequence as the heads know it: their KV holds positions below `read`; `unread` are the tokens from there on that the
-    model has read and they have not. `rows[i]` is the hidden row before `unread[i]`; the last one is the newest."""
-
-    read: int
-    rows: list[Rows]
-    unread: list[int] = field(default_factory=list)
-
-
-class DraftHeads(ABC):
-    """A second context, and what it does to follow the model's. Belongs to the backend's thread.
-
-    `kind`: what they are called. `first`: the first position that they read a token at, since a row must lie before it."""
-
-    kind: ClassVar[str]
-    first: ClassVar[int] = 0
+class DraftHeads(Follower[Rows]):
+    """A second context, and what it does to follow the model's."""
 
     def __init__(self, llama: Any, target: Any, context: Any, width: int) -> None:
+        super().__init__(int(llama.llama_n_batch(context)))
         functions = staging_functions(llama)
         assert functions is not None, "checked before anything was loaded"
         self._llama, self._target, self._context = llama, target, context
@@ -85,102 +60,37 @@ class DraftHeads(ABC):
         self._width = width
         vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
         self._n_vocab = int(llama.llama_vocab_n_tokens(vocab))
-        self._n_batch = int(llama.llama_n_batch(context))
-        self._lines: dict[SequenceId, _HeadsLine] = {}
 
     @property
     def weights_bytes(self) -> int:
         """Their weights, where they are no part of the model's."""
         return 0
 
-    @property
-    @abstractmethod
-    def longest(self) -> int:
-        """Longest draft, in tokens."""
-
-    @abstractmethod
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """Guesses for each (sequence, its newest token, which the model has not read, most tokens): the heads' best, shorter
-        where they are not sure. Nothing of them stays in the heads' memory."""
-
     @abstractmethod
     def _rows_of_step(self, n: int) -> Rows:
         """What the model knew at each of the `n` tokens of its last step: a view or a copy."""
 
-    @abstractmethod
-    def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
-        """One sweep over these (sequence, index among its unread); False where it failed."""
-
     # --- following the model -------------------------------------------------------------------------------------
 
-    def open(self, sequence: SequenceId) -> None:
-        self._lines[sequence] = _HeadsLine(0, [self._unknown()])
-
-    def close(self, sequence: SequenceId) -> None:
-        self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        self._lines.pop(sequence, None)
-
     def stepped(self, chunks: Seq[Chunk]) -> None:
-        """The model has read `chunks` in one llama_decode: keep their hidden rows, and read what has piled up."""
+        """The model has read `chunks` in one llama_decode."""
         rows = self._rows_of_step(sum(len(c.tokens) for c in chunks))
-        at = 0
-        late: list[SequenceId] = []
-        for chunk in chunks:
-            line, n = self._lines[chunk.sequence], len(chunk.tokens)
-            line.unread.extend(chunk.tokens)
-            line.rows.extend(rows[at : at + n].copy())
-            at += n
-            if len(line.unread) >= _CATCH_UP_TOKENS:
-                late.append(chunk.sequence)
-        self.catch_up(late)
+        ends = list(accumulate(len(c.tokens) for c in chunks))
+        self.follow(chunks, [list(rows[e - len(c.tokens) : e].copy()) for c, e in zip(chunks, ends, strict=True)])
 
-    def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        line = self._lines[sequence]
-        keep = n_tokens - line.read
-        if keep >= 0:
-            del line.unread[keep:], line.rows[keep + 1 :]
-            return
+    def _cut(self, sequence: SequenceId, n_tokens: int) -> None:
         self._llama.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1)
-        self._lines[sequence] = _HeadsLine(n_tokens, [self._unknown()])
 
-    def fork(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
-        """`target` (open, empty) begins with the first `n_tokens` of `source`."""
-        line = self._lines[source]
-        keep = n_tokens - line.read
-        held = min(n_tokens, line.read)
-        if held:
-            self._llama.llama_memory_seq_cp(self._memory, source, target, 0, held)
-        if keep >= 0:
-            self._lines[target] = _HeadsLine(held, line.rows[: keep + 1], line.unread[:keep])
-        else:
-            self._lines[target] = _HeadsLine(held, [self._unknown()])
+    def _restart(self, sequence: SequenceId, n_tokens: int) -> None:
+        self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
-    def catch_up(self, sequences: Seq[SequenceId]) -> None:
-        """Read everything unread of `sequences`, in as few sweeps as the batch allows."""
-        waiting = [
-            (s, i)
-            for s in sequences
-            for i in range(max(0, self.first - self._lines[s].read), len(self._lines[s].unread))
-        ]
-        for begin in range(0, len(waiting), self._n_batch):
-            places = waiting[begin : begin + self._n_batch]
-            if not self._read(places):
-                # What is left of them has no past then: they begin anew behind it.
-                for sequence in {s for s, _ in places}:
-                    self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        for sequence in sequences:
-            line = self._lines[sequence]
-            line.read += len(line.unread)
-            # A copy: the row is part of its step's whole block.
-            line.unread, line.rows = [], [line.rows[-1].copy()]
+    def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
+        self._llama.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
 
-    def forget_drafts(self, sequences: Seq[SequenceId]) -> None:
-        """Take out of the memory what is not part of these sequences."""
-        for sequence in sequences:
-            self._llama.llama_memory_seq_rm(self._memory, sequence, self._lines[sequence].read, -1)
+    def _own(self, row: Rows) -> Rows:
+        return row.copy()
 
     def _unknown(self) -> Rows:
-        """The row before a position whose past was not seen (imported, or cut back to): zeros, as at the beginning."""
         return np.zeros(self._width, dtype=np.float32)
 
     # --- what a sweep gave ---------------------------------------------------------------------------------------
@@ -208,8 +118,7 @@ class DraftHeads(ABC):
     def import_range(
         self, sequence: SequenceId, data: NDArray[np.uint8], start: int, stop: int, by_way_of: int
     ) -> None:
-        """Append tokens [start, stop) of what `export_range` gave. KV that doesn't fit is forgotten, not an error: the
-        heads then begin to read at `stop`."""
+        """Append tokens [start, stop) of what `export_range` gave."""
         self.catch_up([sequence])
         target = by_way_of
         pointer = np.ascontiguousarray(data).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -220,9 +129,7 @@ class DraftHeads(ABC):
             if whole:
                 self._llama.llama_memory_seq_cp(self._memory, target, sequence, start, stop)
             self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
-        if not whole:
-            self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        self._lines[sequence] = _HeadsLine(stop, [self._unknown()])
+        self._imported(sequence, stop, whole=whole)
 
     def free(self) -> None:
         self._llama.llama_free(self._context)
@@ -230,7 +137,7 @@ class DraftHeads(ABC):
 
 def best(logits: Rows) -> tuple[int, float]:
     """(the likeliest token, its probability among the ten likeliest)."""
-    n = min(_CANDIDATES, len(logits))
+    n = min(CANDIDATES, len(logits))
     top = np.argpartition(logits, -n)[-n:]
     values = logits[top].astype(np.float64)
     at = int(values.argmax())

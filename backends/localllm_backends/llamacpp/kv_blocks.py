@@ -73,7 +73,7 @@ def parts(data: bytes | memoryview, *, heads: bool) -> tuple[NDArray[np.uint8], 
         return raw, None
     end = len(raw) - _TAIL.size
     (size,) = _TAIL.unpack(raw[max(end, 0) :].tobytes()) if end >= 0 else (0,)
-    if not 0 < size < end:
+    if not 0 <= size < end:
         raise BackendFailure("this is not an exported KV block: too short")
     return raw[: end - size], raw[end - size : end]
 

@@ -71,11 +71,6 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
 
 def _drafting(llama: Any, spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:
     """`spec` with what can draft, as far as files' headers say, and why the model's own heads can't. Raises LoadError."""
-    if (spec.mtp or spec.drafter) and spec.projector:
-        raise LoadError(
-            "draft heads and images don't go together yet: load it with `--draft off`, or with `--images off`",
-            "choose one of the two",
-        )
     if spec.mtp:
         check_file(path)
     reason = mtp.why_not(llama, path) if spec.mtp else None

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import SequenceId
+from localllm_backends.following import LEAST_PROBABILITY, LONGEST_DRAFT
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import (
-    LEAST_PROBABILITY,
     DraftHeads,
     RowBatch,
     Rows,
@@ -30,7 +30,6 @@ _ARCHITECTURES = {
     "glm-dsa": False, "glm4moe": False, "glm5-next": False, "hy_v3": True, "mimo2": True, "nemotron_h_moe": False,
     "qwen35": False, "qwen35moe": False, "qwen3next": False, "step35": True,
 }  # fmt: skip
-_LONGEST = 16
 
 
 def why_not(llama: Any, path: Path) -> str | None:
@@ -80,7 +79,7 @@ class MtpHeads(DraftHeads):
     @property
     def longest(self) -> int:
         """Several heads guess one token each, a single one guesses on from its own."""
-        return self._n_heads if self._n_heads > 1 else _LONGEST
+        return self._n_heads if self._n_heads > 1 else LONGEST_DRAFT
 
     def _rows_of_step(self, n: int) -> Rows:
         return self._view(self._target, n)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from localllm.settings import Settings
     from localllm_catalog.gguf import GgufHeader
 
-_KINDS = ("eagle3", "dflash")
+_KINDS = ("eagle3", "dflash", "gemma4-assistant")
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ def companion_at(path: Path) -> CompanionDrafter | None:
         kind=arch,
         path=str(path),
         file_bytes=path.stat().st_size,
-        kv_elements=2 * heads * each * max(1, header.integer(f"{arch}.block_count")),
-        width=header.integer("eagle3.target_hidden_size") or width,
+        # An assistant reads the model's own.
+        kv_elements=0 if arch == _KINDS[2] else 2 * heads * each * max(1, header.integer(f"{arch}.block_count")),
+        width=header.integer("eagle3.target_hidden_size") or header.integer(f"{arch}.embedding_length_out") or width,
         block=header.integer(f"{arch}.block_size"),
     )
 
@@ -117,9 +118,8 @@ def _check_draft_heads(local: LocalModel) -> None:
     from localllm.library.catalog import readable_header
 
     hint = "use --draft auto, which drafts from the text itself, or a model whose file carries draft heads"
-    if local.format != "gguf":
-        raise UnsupportedError("draft heads (--draft mtp) run on llama.cpp only, from a GGUF file", hint=hint)
-    header = readable_header(local.path)
+    # Which weights an MLX folder has is seen when it is loaded.
+    header = readable_header(local.path) if local.format == "gguf" else None
     if header is not None and not header.metadata.get(f"{header.architecture}.nextn_predict_layers"):
         why = f"{local.name} has no draft heads: its header names none (nextn_predict_layers)"
         raise UnsupportedError(f"--draft mtp: {why}", hint=hint)

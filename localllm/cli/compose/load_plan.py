@@ -100,9 +100,6 @@ def make_load_plan(
     if use is not None:
         return _embedding_plan(local, settings, use)
     drafter = chosen_drafter(local, settings)
-    if drafter.found and local.mmproj is not None and settings.value("images") != "off":
-        # Images and drafters don't go together yet, and nobody asked for this one.
-        drafter = ChosenDrafter()
     inputs = plan_inputs(local, settings, purpose, drafter)
     if drafter.found and inputs is not None and not _worth_it(inputs):
         drafter, inputs = ChosenDrafter(), _undrafted(inputs)
@@ -115,16 +112,11 @@ def make_load_plan(
     plan = _first_plan(local, settings, inputs)
     free = free_for_models(_headroom_bytes(settings))
     room = _Room(local, inputs, None if free is None else free + spare_bytes)
-    projector, plan = _with_projector(
-        room,
-        plan,
-        projector_beside(local, backend, settings, "mtp" if drafter.companion is not None else draft),
-        settings,
-    )
+    projector, plan = _with_projector(room, plan, projector_beside(local, backend, settings), settings)
     spec = spec_of(str(local.path), plan, settings)
     if drafter.companion is not None and plan is None:
         spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
-    if projector.file is not None and not (spec.mtp or spec.drafter):
+    if projector.file is not None:
         spec = replace(spec, projector=str(projector.file))
     # What other machines take of it is not known here.
     takes = 0 if settings.value("workers") else room.takes(plan)

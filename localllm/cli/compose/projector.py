@@ -25,8 +25,8 @@ class ImageProjector:
     why_not: str = ""
 
 
-def projector_beside(local: LocalModel, engine: BackendType, settings: Settings, draft: str) -> ImageProjector:
-    """The projector beside `local`, as far as the `images` setting, the drafting mode and the engine let it be used. Raises
+def projector_beside(local: LocalModel, engine: BackendType, settings: Settings) -> ImageProjector:
+    """The projector beside `local`, as far as the `images` setting and the engine let it be used. Raises
     UnsupportedError where images were asked for and can't be had."""
     from localllm.errors import ModelFileError
     from localllm.library.catalog import read_header
@@ -40,7 +40,7 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings,
                 hint="`localllm pull` brings it (a file mmproj-*.gguf) where its repository has one",
             )
         return ImageProjector(why_not="switched off (--images off)" if local.mmproj is not None else "")
-    why = engine.reads_images() if draft != "mtp" else "draft heads and images don't go together yet"
+    why = engine.reads_images()
     if why is None:
         try:
             header = read_header(local.mmproj)

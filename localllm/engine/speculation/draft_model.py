@@ -65,7 +65,10 @@ class DraftModel(Drafter):
         return 0 if able.rewind == "none" else 64 if able.rewind == "any" else able.rewind_tokens
 
     def ready(self, job: RunningRequest) -> bool:
-        """Read on in `job` (one batch at most); True once the draft model knows all but the newest tokens of it."""
+        """Read on in `job` (one batch at most); True once the draft model knows all but the newest tokens of it. Images it can't
+        read: where there are any it never does."""
+        if job.images:
+            return False
         try:
             line = self._line(job)
             behind = len(job.tokens) - len(line.held)
