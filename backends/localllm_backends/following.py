@@ -37,7 +37,7 @@ class HeadsLine(Generic[Row]):
     unread: list[int] = field(default_factory=list)
 
 
-class Follower(ABC, Generic[Row]):
+class FollowingHeads(ABC, Generic[Row]):
     """Heads beside a backend's sequences. Belongs to the backend's thread.
 
     `kind`: what they are called. `first`: the first position that they read a token at, since a row must lie before it."""

@@ -412,7 +412,7 @@ def rewind_for(model: Model, drafter: DraftChoice) -> int:
 
 
 def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
-    """What drafting with the model's own heads takes on llama.cpp: their weights, a context of their layers alone, and
+    """What drafting with the model's own heads takes, as llama.cpp has it: their weights, a context of their layers alone, and
     the model's hidden rows. A head's layer is taken to be like the model's last layer of unbounded attention."""
     attention = [layer for layer in model.layers if layer.kind not in ("recurrent", "none")]
     unbounded = [layer for layer in attention if layer.kind != "sliding"] or attention
@@ -484,13 +484,15 @@ def _need_mlx(model: Model, variant: Variant, settings: RunSettings, device: Dev
         small, files = settings.drafter.second
         plain = RunSettings(settings.n_ctx, slots=settings.slots)
         drafted = weights_bytes(files) + mlx_kv_bytes(small, plain) + recurrent_bytes(small, plain)
+    drafted += mtp_bytes(model, variant, settings) if settings.drafter.is_mtp and model.mtp_layers else 0
     # MLX's processor side has no fused attention at all (mlx/backend/no_gpu/primitives.cpp).
     fused = () if device is None or device.accelerator == "cpu" else backend_of(variant).fused_heads
     return MemoryNeed(
         weights_bytes=weights_bytes(variant),
         kv_bytes=mlx_kv_bytes(model, settings),
         # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for the rest.
-        recurrent_bytes=recurrent_bytes(model, replace(settings, n_rewind=0)),
+        # To take tokens back it keeps one state, whatever their number.
+        recurrent_bytes=recurrent_bytes(model, replace(settings, n_rewind=min(1, settings.n_rewind))),
         compute_bytes=mlx_step_bytes(model, settings, fused),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=drafted,

@@ -36,11 +36,13 @@ SHAPES: dict[str, Callable[[Path], Path] | None] = {
     "llamacpp-mtp+mtp": tiny_mtp.write_mtp,
     "llamacpp-sliding+mtp": tiny_mtp.write_sliding_mtp,
     "llamacpp-hybrid+mtp+rewind": tiny_mtp.write_hybrid_mtp,
-    **{f"mlx-{name}": write for name, write in tiny_mlx.SHAPES.items()},
+    **{f"mlx-{name}": write for name, write in tiny_mlx.SHAPES.items() if not name.startswith("mtp")},
     "mlx-llama+q8_0": tiny_mlx.write_llama,
     "mlx-llama+q4_0": tiny_mlx.write_llama,
     "mlx-hybrid+rewind": tiny_mlx.write_hybrid,
     "mlx-recurrent+rewind": tiny_mlx.write_recurrent,
+    "mlx-mtp+mtp": tiny_mlx.SHAPES["mtp"],
+    "mlx-mtp-hybrid+mtp+rewind": tiny_mlx.SHAPES["mtp-hybrid"],
 }
 # What is loaded otherwise than by default, by the word after the plus sign.
 SETTINGS: dict[str, dict[str, Any]] = {

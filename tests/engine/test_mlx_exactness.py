@@ -5,12 +5,15 @@ MLX's kernels for one row and for several round differently too, so the bounds a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.crowds import crowds_equal_isolated_runs
+from engine.drive import settle
 from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.speculation.mtp import MtpDrafter
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
@@ -33,5 +36,30 @@ def test_random_mixes_equal_isolated_runs(shape: str, kv_type: str, tmp_path: Pa
     settings = EngineSettings(cache_bytes=600_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8)
     engine = Engine(mlx.load(spec), settings)
     crowds_equal_isolated_runs(engine, alone, shape, MIXES, router_flips=ROUTER_FLIPS.get(shape, 0.0))
+    engine.close()
+    alone.close()
+
+
+@pytest.mark.parametrize("shape", ["mimo", "qwen"])
+def test_random_mixes_with_draft_heads_equal_isolated_runs_without(shape: str, tmp_path: Path) -> None:
+    """Heads that are right about every third time, asked whenever they have any chance: through caching, parking and disk."""
+    path = tiny_mlx.write_mtp(tmp_path / "model", shape, likeness=0.35)
+    spec = LoadSpec(str(path), n_ctx=768, n_seq_max=4, n_batch=64)
+    alone = mlx.load(spec)
+    settings = EngineSettings(
+        draft="mtp", cache_bytes=600_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8, headroom_bytes=0
+    )
+    engine = Engine(mlx.load(replace(spec, mtp=True)), settings)
+    settle(engine)
+    (drafter,) = engine.speculator.drafters.values()
+    assert isinstance(drafter, MtpDrafter)
+    assert drafter.token_s > 0, "measured while idle"
+    # Time stands still: a drafted token and a further row cost next to nothing.
+    engine.speculator.cost.set({1: 1.0, 32: 1.01})
+    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    drafter.clock, drafter.token_s = (lambda: 0.0), 1e-9
+    crowds_equal_isolated_runs(engine, alone, shape, 6, router_flips=0.0)
+    snapshot = engine.snapshot()
+    assert 20 < int(snapshot["accepted_mtp_tokens"]) < int(snapshot["drafted_mtp_tokens"])
     engine.close()
     alone.close()

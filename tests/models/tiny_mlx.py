@@ -171,6 +171,80 @@ def write_recurrent(folder: Path) -> Path:
     return write(folder, config, seed=5)
 
 
+MIMO: dict[str, Any] = {
+    "model_type": "mimo", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": VOCAB,
+    "rope_theta": 10000.0, "num_nextn_predict_layers": 1, "max_position_embeddings": 4096,
+}  # fmt: skip
+QWEN35: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6, "vocab_size": VOCAB,
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 3, "max_position_embeddings": 4096,
+    "mtp_num_hidden_layers": 1,
+}  # fmt: skip
+# A head's weights as its makers name them: the layer's begin with the first, and norms and projection of embedding and
+# hidden state, in the order in which they are joined.
+MTP_NAMES = {
+    "mimo": ("model.mtp_layers.0.", "hidden_layernorm", "token_layernorm", "final_layernorm", "input_proj"),
+    "qwen": ("mtp.layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"),
+}
+
+
+def write_mtp(folder: Path, family: str = "mimo", *, likeness: float = 0.0) -> Path:
+    """A model with one draft head, whose layer is `folder`/head as a model of its own: MiMo-shaped (plain attention), or
+    Qwen3.5-shaped ("qwen": gated delta nets). `likeness` as in tiny_mtp.write_mtp."""
+    import mlx.core as mx
+
+    one = {"num_hidden_layers": 1, "full_attention_interval": 1}
+    if family == "mimo":
+        config, single = MIMO, {**MIMO, **one}
+    else:
+        config, single = ({"model_type": "qwen3_5", "text_config": t} for t in (QWEN35, {**QWEN35, **one}))
+    root = "model." if family == "mimo" else "language_model.model."
+    weights = dict(mx.load(str(write(folder, config, seed=6) / "model.safetensors")))
+    for name in [n for n in weights if "embed_tokens" in n or "lm_head" in n]:
+        weights[name] = weights[name] * ((8 + 80 * likeness) / 3 if "embed" in name else 16)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    layer = mx.load(str(write(folder / "head", single, seed=7) / "model.safetensors"))
+    prefix, first, second, norm, join = MTP_NAMES[family]
+    head = {n.replace(f"{root}layers.0.", prefix): a for n, a in layer.items() if f"{root}layers.0." in n}
+    rng, e = np.random.default_rng(8), 64
+    prefix = prefix.replace("mtp.layers.0.", "mtp.")
+    for name in (first, second, norm):
+        head[f"{prefix}{name}.weight"] = mx.array((1 + 0.1 * rng.standard_normal(e)).astype(np.float32))
+    halves = [np.zeros((e, e)), np.eye(e)] if family == "mimo" else [np.eye(e), np.zeros((e, e))]
+    mixed = (1 - likeness) * rng.standard_normal((e, 2 * e)) / np.sqrt(2 * e) + 8 * likeness * np.concatenate(
+        halves, axis=1
+    )
+    head[f"{prefix}{join}.weight"] = mx.array(mixed.astype(np.float32))
+    mx.save_safetensors(str(folder / "model-mtp.safetensors"), head, {"format": "mlx"})
+    return folder
+
+
+def as_published(folder: Path, to: Path) -> Path:
+    """The Qwen3.5-shaped checkpoint in `folder` as its makers would have saved it: other names, norms less one, convolutions laid out
+    otherwise."""
+    import shutil
+
+    import mlx.core as mx
+
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors", "head", "*.index.json"))
+    raw = {}
+    for file in folder.glob("*.safetensors"):
+        for name, value in mx.load(str(file)).items():
+            long = name.replace("language_model.model.", "model.language_model.").replace(
+                "language_model.lm_head", "lm_head"
+            )
+            if "conv1d" in name:
+                value = value.moveaxis(1, 2)
+            elif value.ndim == 1 and "norm" in name and "linear_attn" not in name:
+                value = value - 1
+            raw[long] = value
+    mx.save_safetensors(str(to / "model.safetensors"), raw, {"format": "pt"})
+    return to
+
+
 SHAPES: dict[str, Callable[[Path], Path]] = {
     "llama": write_llama,
     "sliding": write_sliding,
@@ -181,4 +255,6 @@ SHAPES: dict[str, Callable[[Path], Path]] = {
     "4bit": write_4bit,
     "8bit": write_8bit,
     "mxfp4": write_mxfp4,
+    "mtp": write_mtp,
+    "mtp-hybrid": lambda folder: write_mtp(folder, "qwen"),
 }

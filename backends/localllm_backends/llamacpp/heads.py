@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, SequenceId
-from localllm_backends.following import CANDIDATES, Follower
+from localllm_backends.following import CANDIDATES, FollowingHeads
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.kv_blocks import written
 
@@ -47,7 +47,7 @@ def staging_functions(llama: Any) -> dict[str, Any] | None:
     return found
 
 
-class DraftHeads(Follower[Rows]):
+class DraftHeads(FollowingHeads[Rows]):
     """A second context, and what it does to follow the model's."""
 
     def __init__(self, llama: Any, target: Any, context: Any, width: int) -> None:

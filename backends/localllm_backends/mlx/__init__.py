@@ -49,6 +49,7 @@ class MlxType(BackendType):
         kernels="mlx",
         buffers="grown",
         kv_quants="groups",
+        snapshots=True,
         tensor_parallel=True,
         # mlx/backend/metal/scaled_dot_product_attention.cpp, `use_fallback`: heads of 192 and 256 (faster unfused, it says) and
         # widths of no kernel hold every score. An M5 on macOS 26.2 has a kernel for 256 in steps of 1,024 and more (MLX from

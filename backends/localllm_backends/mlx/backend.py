@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from localllm_backends.contract import (
+    DRAFTER_LEFT_OUT,
     Backend,
     BackendFailure,
     CannotRewindError,
@@ -29,12 +30,15 @@ from localllm_backends.mlx import backend_type, blob, memory
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
 from localllm_backends.mlx.kv_export import KvExport
+from localllm_backends.mlx.mtp import MlxHeads, MtpModule
 from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, Sizes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, MlxStepResult, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
 
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
+# Tokens that a recurrent model with draft heads can take back where nobody said how many: few drafts get further.
+_DRAFT_REWIND = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,9 @@ class Loaded:
     n_params: int
     # So many machines hold a share of every layer each.
     n_shares: int = 1
+    heads: MtpModule | None = None
+    # Why there are none, where they may be left out.
+    left_out: str = ""
 
 
 class MlxBackend(Backend):
@@ -68,7 +75,8 @@ class MlxBackend(Backend):
         self._owner = threading.get_ident()
         self._lines: dict[SequenceId, SequenceCache] = {}
         self._next = 0
-        self._n_rewind = min(spec.n_rewind, n_batch) if layout.recurrent else 0
+        rewind = spec.n_rewind or (_DRAFT_REWIND if loaded.heads is not None else 0)
+        self._n_rewind = min(rewind, n_batch) if layout.recurrent else 0
         self.stepper = Stepper(
             loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind,
             # What others are to compute is what was asked for, never what one of them expects.
@@ -91,9 +99,14 @@ class MlxBackend(Backend):
             # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far away.
             samples=on_gpu and loaded.n_shares == 1,
             kv_on_device=on_gpu,
+            drafts=MlxHeads.longest if loaded.heads is not None else 0,
+            draft_kind=MlxHeads.kind if loaded.heads is not None else "",
         )
         self.info = _model_info(loaded)
         identity = f"{self.info.fingerprint} {shapes.kv_type}"
+        self._heads = (
+            MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch) if loaded.heads is not None else None
+        )
         self._exports = KvExport(identity, layout, shapes, self.stepper, self.capabilities.states)
         self._warm_up()
 
@@ -119,6 +132,8 @@ class MlxBackend(Backend):
             raise NoCellsError(f"all {self.info.n_seq_max} sequences are in use")
         self._next += 1
         self._lines[self._next] = SequenceCache(self._next, self._layout)
+        if self._heads is not None:
+            self._heads.open(self._next)
         return self._next
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
@@ -135,6 +150,8 @@ class MlxBackend(Backend):
         if n_tokens:
             self.stepper.settle(line)
             line.fork_into(self._lines[target], n_tokens)
+            if self._heads is not None:
+                self._heads.fork(source, target, n_tokens)
         return target
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
@@ -156,6 +173,8 @@ class MlxBackend(Backend):
         else:
             raise CannotRewindError(f"this model's memory can't go back from {before} to {n_tokens} tokens")
         line.predicted = None
+        if self._heads is not None:
+            self._heads.truncate(sequence, n_tokens)
 
     def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
         line = self._line(sequence)
@@ -187,6 +206,8 @@ class MlxBackend(Backend):
             self.stepper.settle(line)
         line.clear()
         del self._lines[sequence]
+        if self._heads is not None:
+            self._heads.close(sequence)
         self.stepper.forget_dropped()
         # One line may stay for the next turn of a chat while nobody is served.
         if len(self._lines) <= 1:
@@ -218,7 +239,7 @@ class MlxBackend(Backend):
     def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         """A step that may be made."""
         try:
-            return self.stepper.run(chunks, lines)
+            result = self.stepper.run(chunks, lines)
         except BackendFailure:
             raise
         except Exception as e:
@@ -226,6 +247,15 @@ class MlxBackend(Backend):
                 line.broken = True
             kind = OutOfMemoryError if memory.out_of_memory(e) else StepError
             raise kind(f"MLX failed inside a step: {e}") from e
+        if self._heads is not None:
+            self._heads.follow(chunks, result.hidden)
+        return result
+
+    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+        self._check_owner()
+        if self._heads is None:
+            raise BackendFailure("this model was loaded without its draft heads")
+        return self._heads.draft(wanted)
 
     def _checked(self, chunks: Seq[Chunk]) -> list[SequenceCache]:
         lines = [self._line(c.sequence) for c in chunks]
@@ -257,6 +287,8 @@ class MlxBackend(Backend):
         first = self.info.bos_token if self.info.bos_token is not None else 0
         self.step([Chunk(sequence, [first] * 2)])
         self.step([Chunk(sequence, [first])])
+        if self._heads is not None:
+            self._heads.draft([(sequence, first, 1)])
         self.drop(sequence)
 
     # --- KV in and out -------------------------------------------------------------------------------------------
@@ -269,7 +301,8 @@ class MlxBackend(Backend):
             raise BackendFailure(f"can't export tokens {start} to {stop} of {line.length}")
         if line.broken:
             raise BackendFailure("this sequence was lost when a step failed")
-        return self._exports.export_range(line, start, stop)
+        data = self._exports.export_range(line, start, stop)
+        return data if self._heads is None else blob.joined(data, self._heads.export_range(sequence, start, stop))
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         self._check_owner()
@@ -277,7 +310,10 @@ class MlxBackend(Backend):
         if line.length != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {line.length} held")
         self._require_cells(stop - start)
-        self._exports.import_range(line, data, start, stop)
+        own, heads = blob.parted(data) if self._heads is not None else (data, memoryview(b""))
+        self._exports.import_range(line, own, start, stop)
+        if self._heads is not None:
+            self._heads.import_range(sequence, heads, start, stop)
 
     def state_bytes(self, sequence: SequenceId) -> int:
         return blob.packed_bytes(self._exports.identity, self._exports.state(self._line(sequence)))
@@ -295,6 +331,8 @@ class MlxBackend(Backend):
         if not 0 < n_tokens <= line.length:
             raise BackendFailure(f"can't go to {n_tokens} of {line.length} tokens")
         self._exports.load_state(line, self._exports.read_state(data, n_tokens))
+        if self._heads is not None:
+            self._heads.truncate(sequence, n_tokens)
 
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
         self._check_owner()
@@ -308,6 +346,8 @@ class MlxBackend(Backend):
         self.stepper.read_again(line)
         line.fork_into(self._lines[target], n_tokens)
         self._exports.load_state(self._lines[target], state)
+        if self._heads is not None:
+            self._heads.fork(source, target, n_tokens)
         return target
 
     # --- facts ---------------------------------------------------------------------------------------------------
@@ -317,6 +357,8 @@ class MlxBackend(Backend):
         lines = {id(line.buffers): line for line in self._lines.values()}
         holders: list[list[Any]] = [line.leaves for line in lines.values() if line.batch is None]
         holders.append(self.stepper.batch.leaves)
+        if self._heads is not None:
+            holders.append(self._heads.leaves)
         for leaves in holders:
             for leaf in leaves:
                 if hasattr(leaf, "planes"):
@@ -349,6 +391,7 @@ class MlxBackend(Backend):
         if self.stepper.model is None:
             return
         self._lines.clear()
+        self._heads = None
         self.stepper.close()
         self._shapes.leaves = []
         gc.collect()
@@ -371,7 +414,8 @@ def _model_info(loaded: Loaded) -> ModelInfo:
     return ModelInfo(
         architecture=str(config.get("model_type", "")),
         description=loaded.folder.name,
-        fingerprint=fingerprint(loaded.folder),
+        # What is stored with the heads' KV is of no use without them.
+        fingerprint=fingerprint(loaded.folder) + ("-mtp" if loaded.heads is not None else ""),
         n_vocab=loaded.shapes.n_vocab,
         n_ctx=loaded.n_ctx,
         n_ctx_train=loaded.n_ctx_train,
@@ -396,6 +440,7 @@ def _model_info(loaded: Loaded) -> ModelInfo:
             "general.architecture": str(config.get("model_type", "")),
             "mlx.device": str(mx.default_device()),
             **({"mlx.quantization": str(quantised)} if quantised else {}),
+            **({DRAFTER_LEFT_OUT: loaded.left_out} if loaded.left_out else {}),
         },
     )
 

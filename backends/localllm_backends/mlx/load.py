@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters, load_model
 
 from localllm_backends.contract import BackendFailure, KvType, LoadError, LoadSpec, OutOfMemoryError, Placement
-from localllm_backends.mlx import memory
+from localllm_backends.mlx import memory, mtp
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, weight_files
@@ -47,6 +47,8 @@ def check_spec(spec: LoadSpec) -> None:
         raise LoadError(f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} were asked for")
     if spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement():
         raise LoadError("MLX keeps a model in one memory: its layers and experts can't be placed one by one")
+    if spec.drafter and not spec.drafter_optional:
+        raise LoadError("trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file")
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -168,19 +170,42 @@ def _read(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | N
         weights_bytes = sum(int(a.nbytes) for _, a in tree_flatten(model.parameters()))
     n_batch = n_batch_for(spec)
     layout, shapes = probe(model, spec, n_batch)
+    heads, left_out = draft_heads(model, spec, folder, config, group)
     n_ctx, n_trained = n_ctx_for(spec, config)
     sizes = Sizes.of(shapes)
+    token_bytes = sizes.token_bytes + (Sizes.of(mtp.shapes(heads)).token_bytes if heads is not None else 0)
     memory.require(
-        weights_bytes + n_ctx * sizes.token_bytes + spec.n_seq_max * sizes.line_bytes,
+        weights_bytes + n_ctx * token_bytes + spec.n_seq_max * sizes.line_bytes,
         f"{folder.name!r} ({weights_bytes / 1e9:.2f} GB of weights and the KV cache of {n_ctx:,} tokens)",
     )
     weights_bytes = read_weights(model, folder.name, on_progress)
+    weights_bytes += read_weights(heads, folder.name, None) if heads is not None else 0
     vocabulary = MlxVocabulary(folder, config, shapes.n_vocab)
     return Loaded(
         model, vocabulary, layout, shapes, sizes, spec, folder, config,
         n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes, n_params=n_params,
-        n_shares=1 if group is None else int(group.size()),
+        n_shares=1 if group is None else int(group.size()), heads=heads, left_out=left_out,
     )  # fmt: skip
+
+
+def draft_heads(
+    model: Any, spec: LoadSpec, folder: Path, config: dict[str, Any], group: Any
+) -> tuple[mtp.MtpModule | None, str]:
+    """The model's own draft heads where they are wanted, and why they are left out where they may be. LoadError."""
+    if not spec.mtp:
+        return None, ""
+    try:
+        if group is not None:
+            raise LoadError(
+                "draft heads can't be shared by several machines: run the model on one, or with --draft off"
+            )
+        heads = mtp.read_heads(folder, model, config)
+        as_computed_fastest(heads, config)
+    except LoadError as e:
+        if not spec.drafter_optional:
+            raise
+        return None, str(e)
+    return heads, ""
 
 
 def shard(model: Any, config: dict[str, Any], group: Any) -> None:

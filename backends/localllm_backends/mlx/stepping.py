@@ -24,6 +24,9 @@ WHOLE_TOKENS = 16
 SCORES_AT_ONCE = 2048 * 65_536
 _PIECE = 64
 
+# A row of what the model knew at a token: an array [lines, tokens, width] and its place there.
+HiddenRow = tuple[Any, int, int]
+
 
 @dataclass
 class _Group:
@@ -49,9 +52,11 @@ class MlxStepResult(StepResult):
     stream: Any
     pieces: list[tuple[_Group, int, int] | None] = field(default_factory=list)
     samples: list[tuple[DeviceSamples, int] | None] = field(default_factory=list)
+    hidden: list[list[HiddenRow]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pieces = [None] * len(self.lines)
+        self.hidden = [[] for _ in self.lines]
         self.samples = [None] * len(self.lines)
         for line in self.lines:
             line.follows_best = False
@@ -97,13 +102,14 @@ class MlxStepResult(StepResult):
 @dataclass
 class _Ahead:
     """The next decode step, started before anybody asked for it, with the best token of each of `lines` or the one sampled for
-    it, and what was sampled from it by the `id()` of its line."""
+    it, what was sampled from it by the `id()` of its line, and what the model knew."""
 
     lines: list[SequenceCache]
     group: _Group
     batch: SequenceBatch | None
     state: list[list[Any]]
     samples: dict[int, tuple[DeviceSamples, int]]
+    hidden: list[Any]
 
 
 class Stepper:
@@ -121,6 +127,13 @@ class Stepper:
         self.batch = SequenceBatch(layout)
         self.ahead: _Ahead | None = None
         self.last: MlxStepResult | None = None
+        # What the model knew in its calls since this was taken, where somebody taps it.
+        self.hidden: list[Any] = []
+
+    def _take_hidden(self) -> list[Any]:
+        taken = list(self.hidden)
+        self.hidden.clear()
+        return taken
 
     def free(self) -> int:
         return self._n_ctx - sum(line.length for line in self._lines.values())
@@ -190,13 +203,17 @@ class Stepper:
             for row, line in enumerate(batch.lines):
                 line.undo = Undo(line.length, tokens[row], [[a[row : row + 1] for a in s] for s in state])
         batch.make_room(longest)
+        self.hidden.clear()
         logits = self.model(mx.array([t + [0] * (longest - len(t)) for t in tokens]), cache=batch.caches)
+        hidden = self._take_hidden()
+        fresh.extend(hidden)
         batch.moved([len(t) for t in tokens])
         rows = logits.reshape(-1, self._n_vocab)
         group = _Group(rows, mx.argmax(rows, axis=-1))
         for i in which:
             row = batch.row_of(lines[i])
             result.pieces[i] = (group, row * longest, row * longest + len(chunks[i].tokens))
+            result.hidden[i] = [(rows, row, at) for rows in hidden for at in range(len(chunks[i].tokens))]
         if any(chunks[i].sample is None for i in which):
             fresh.append(group.best)
         if self._layout.recurrent:
@@ -210,6 +227,7 @@ class Stepper:
         line.replay = []
         outputs = min(chunk.outputs, len(chunk.tokens))
         line.buffers = object()
+        self.hidden.clear()
         ids = mx.array([tokens])
         if outputs and outputs < len(tokens) > WHOLE_TOKENS:
             self.model(self._read(ids[:, :-outputs], line), cache=line.caches)
@@ -225,6 +243,10 @@ class Stepper:
                 fresh.append(group.best)
         if not outputs or self._layout.recurrent:
             fresh.extend(arrays_of(line.leaves))
+        hidden = self._take_hidden()
+        fresh.extend(hidden)
+        known = [(rows, 0, at) for rows in hidden for at in range(int(rows.shape[1]))]
+        result.hidden[i] = known[-len(chunk.tokens) :]
 
     def _read(self, ids: Any, line: SequenceCache) -> Any:
         """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns the rest."""
@@ -232,7 +254,7 @@ class Stepper:
         most = max(_PIECE, scores // (line.length + int(ids.shape[1])) // _PIECE * _PIECE)
         while int(ids.shape[1]) > most:
             self.model(ids[:, :most], cache=line.caches)
-            mx.eval(arrays_of(line.leaves))
+            mx.eval(arrays_of(line.leaves), self.hidden)
             ids = ids[:, most:]
         return ids
 
@@ -274,6 +296,7 @@ class Stepper:
         batch = self.batch if len(lines) > 1 else None
         lines = list(batch.lines) if batch is not None else lines
         order = [chunk_of[id(line)] for line in lines]
+        self.hidden.clear()
         given = _gathered([self._chosen(result, i) for i in order])
         if batch is None:
             (line,) = lines
@@ -300,8 +323,8 @@ class Stepper:
             ahead = sample(rows, [d for _, d in behind], drawn=_gathered([(given, row) for row, _ in behind]))
             begun = {id(lines[row]): (ahead, at) for at, (row, _) in enumerate(behind)}
             what.append(ahead.tokens)
-        self.ahead = _Ahead(lines, group, batch, state if self._layout.recurrent else [], begun)
-        return [*what, *(arrays_of(held) if self._layout.recurrent else ())]
+        self.ahead = _Ahead(lines, group, batch, state if self._layout.recurrent else [], begun, self._take_hidden())
+        return [*what, *self.ahead.hidden, *(arrays_of(held) if self._layout.recurrent else ())]
 
     @staticmethod
     def _chosen(result: MlxStepResult, i: int) -> tuple[Any, int]:
@@ -330,6 +353,7 @@ class Stepper:
         for i in asked:
             row = rows[id(lines[i])]
             result.pieces[i] = (ahead.group, row, row + 1)
+            result.hidden[i] = [(rows, row, 0) for rows in ahead.hidden]
             begun, wanted = ahead.samples.get(id(lines[i])), chunks[i].sample
             if begun is not None and wanted == begun[0].asked[begun[1]]:
                 result.samples[i] = begun
@@ -388,6 +412,7 @@ class Stepper:
             tokens, line.replay = line.replay, []
             self.model(mx.array([tokens]), cache=line.caches)
             mx.eval(arrays_of(line.leaves))
+            self.hidden.clear()
 
     def close(self) -> None:
         self.ahead = self.last = self.model = None

@@ -1,0 +1,342 @@
+"""A model's own draft heads (MTP) on MLX: the layer behind the model's last, which mlx-lm leaves out of what it loads.
+
+A head guesses the token after next from a token and the hidden state the model had just before it: what its last norm made,
+which is what its output matrix reads, and so is what the head guesses on from (github.com/ggml-org/llama.cpp/pull/24025,
+github.com/vllm-project/vllm/pull/47448; vLLM's qwen3_next_mtp and mimo_mtp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import load_model
+
+from localllm_backends.contract import BackendFailure, LoadError, SequenceId
+from localllm_backends.following import CANDIDATES, LEAST_PROBABILITY, LONGEST_DRAFT, FollowingHeads
+from localllm_backends.mlx.attention import KvFormat
+from localllm_backends.mlx.files import weight_files
+from localllm_backends.mlx.kv_export import KvExport
+from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Shapes, arrays_of
+from localllm_backends.mlx.stepping import WHOLE_TOKENS, HiddenRow, Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How checkpoints name a head's weights: behind `prefix` its transformer layer's, which begin with `layer`, and those of
+    the norms of the embedding, the hidden state and the output, and of what joins the first two, hidden state first or not."""
+
+    prefix: str
+    layer: str
+    embed_norm: str
+    hidden_norm: str
+    norm: str
+    join: str
+    hidden_first: bool = False
+
+
+_QWEN = _Family("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+_FAMILIES = {
+    "qwen3_next": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "mimo": _Family(
+        "model.mtp_layers.0.", "", "token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj", hidden_first=True
+    ),
+}  # fmt: skip
+# Settings that leave a model with one layer, such as the head's is.
+_ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+class _HiddenTap(nn.Module):  # type: ignore[misc]
+    """A model's last norm, which also hands on what it makes."""
+
+    def __init__(self, norm: Any, hand_on: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.norm = norm
+        self._hand_on = hand_on
+
+    def __call__(self, x: Any) -> Any:
+        made = self.norm(x)
+        self._hand_on(made)
+        return made
+
+
+class MtpModule(nn.Module):  # type: ignore[misc]
+    """A head's weights, loaded by mlx-lm as it loads a model: one of that kind with no other layer says how they are stored."""
+
+    def __init__(self, config: dict[str, Any], model: Any) -> None:
+        super().__init__()
+        text = {**config.get("text_config", config), **_ONE_LAYER}
+        kin = type(model)(
+            type(model.args).from_dict({**config, "text_config": text} if "text_config" in config else text)
+        )
+        whole = getattr(model, "language_model", model)
+        self._family, self._sanitize = _FAMILIES[str(config["model_type"])], getattr(kin, "sanitize", dict)
+        # Not as a member: its weights are no part of the head's.
+        self._whole: Callable[[], Any] = lambda: whole
+        width = int(text["hidden_size"])
+        self.layer, self.norm = kin.model.layers[0], kin.model.norm
+        self.embed_norm, self.hidden_norm = (nn.RMSNorm(width, eps=text["rms_norm_eps"]) for _ in range(2))
+        self.join = nn.Linear(2 * width, width, bias=False)
+
+    def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """The head's of a checkpoint's weights, as mlx-lm changes those of such a layer."""
+        family = self._family
+        # Named so that mlx-lm's own rule for norms holds of them; how convolutions are stored is part of that rule.
+        named = {
+            family.embed_norm: "embed_norm.input_layernorm",
+            family.hidden_norm: "hidden_norm.input_layernorm",
+            family.norm: "model.norm",
+            family.join: "join",
+        }
+        found = {name: value for name, value in weights.items() if "conv1d" in name}
+        for name, value in weights.items():
+            stem, _, kind = name.partition(family.prefix)[2].rpartition(".")
+            if stem in named:
+                found[f"{named[stem]}.{kind}"] = value
+            elif stem.startswith(family.layer) and stem:
+                found[f"model.layers.0.{stem.removeprefix(family.layer)}.{kind}"] = value
+        mine = {}
+        for name, value in self._sanitize(found).items():
+            own = name.removeprefix("language_model.").replace("_norm.input_layernorm", "_norm")
+            own = own.replace("model.layers.0.", "layer.").removeprefix("model.")
+            if "conv1d" not in name:
+                mine[own] = value
+        return mine
+
+    def tap(self, hand_on: Callable[[Any], None]) -> None:
+        """Have the model hand on its hidden rows of every call."""
+        trunk = self._whole().model
+        trunk.norm = _HiddenTap(trunk.norm, hand_on)
+
+    def __call__(self, tokens: Any, rows: Any, cache: Any) -> Any:
+        """Hidden rows behind `tokens` [lines, n], given the model's hidden rows before them."""
+        known = self.embed_norm(self._whole().model.embed_tokens(tokens))
+        before = self.hidden_norm(rows.astype(known.dtype))
+        x = self.join(mx.concatenate([before, known] if self._family.hidden_first else [known, before], axis=-1))
+        return self.norm(self.layer(x, create_attention_mask(x, cache), cache))
+
+    def logits(self, hidden: Any) -> Any:
+        """By the model's own output matrix."""
+        whole = self._whole()
+        return whole.lm_head(hidden) if "lm_head" in whole else whole.model.embed_tokens.as_linear(hidden)
+
+
+def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
+    """The draft head of `model`, whose checkpoint that is, its weights not read yet. LoadError where it has none that runs here."""
+    kind = str(config.get("model_type", ""))
+    if kind not in _FAMILIES:
+        raise LoadError(f"draft heads of {kind!r} models can't run on MLX here; those of {', '.join(_FAMILIES)} can")
+    prefix = _FAMILIES[kind].prefix
+    names = [name for file in weight_files(folder) for name in mx.load(str(file)) if prefix[:-2] in name]
+    if not any(prefix in name for name in names):
+        why = "mlx-lm leaves them out of what it converts"
+        hint = f"use a checkpoint that has them (weights named {prefix}*), as its makers' own files do, or --draft auto"
+        raise LoadError(f"{folder.name!r} has no draft heads in its weights: {why}", hint)
+    if any((prefix.replace("0", "1") if "0" in prefix else "mtp.layers.1.") in name for name in names):
+        raise LoadError(f"{folder.name!r} has several draft heads, and one is run on MLX here")
+
+    class Arguments:
+        from_dict: Any = staticmethod(dict)
+
+    try:
+        head, _ = load_model(
+            folder, lazy=True, get_model_classes=lambda config: (lambda own: MtpModule(own, model), Arguments)
+        )
+    except Exception as e:
+        raise LoadError(f"the draft head in {folder.name!r} can't be read: {str(e).strip()[:300]}") from e
+    return head  # type: ignore[no-any-return]
+
+
+class MlxHeads(FollowingHeads[HiddenRow]):
+    """A head that guesses one token after another, each from the row that the one before it left behind; all sequences in
+    lockstep."""
+
+    kind = "mtp"
+    longest = LONGEST_DRAFT
+
+    def __init__(self, module: MtpModule, stepper: Stepper, identity: str, *, n_batch: int) -> None:
+        super().__init__(n_batch)
+        module.tap(stepper.hidden.append)
+        self._module, self._layout = module, layout()
+        self._caches: dict[SequenceId, SequenceCache] = {}
+        self._batch = SequenceBatch(self._layout)
+        self._zeros = mx.zeros((1, 1, int(module.norm.weight.shape[0])))
+        self._exports = KvExport(f"{identity} heads", self._layout, shapes(module), stepper, apart=False)
+
+    def open(self, sequence: SequenceId) -> None:
+        super().open(sequence)
+        self._caches[sequence] = SequenceCache(sequence, self._layout)
+
+    def close(self, sequence: SequenceId) -> None:
+        super().close(sequence)
+        del self._caches[sequence]
+
+    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in wanted]
+        sequences = [sequence for sequence, _, _ in wanted]
+        self.catch_up(sequences)
+        lines = [self._caches[s] for s in sequences]
+        tokens, rows = [[newest] for _, newest, _ in wanted], [_stacked([self._lines[s].rows[-1]]) for s in sequences]
+        going_on = {i for i, (_, _, most) in enumerate(wanted) if most > 0}
+        try:
+            while going_on:
+                hidden = self._call(lines, tokens, rows)
+                rows = [h[0] for h in hidden]
+                for i, (token, probability) in enumerate(self._best(hidden)):
+                    # Those that have stopped go along: to leave a batch is dearer.
+                    tokens[i] = [token]
+                    if i in going_on and probability >= LEAST_PROBABILITY:
+                        drafts[i].append(token)
+                    if probability < LEAST_PROBABILITY or len(drafts[i]) >= min(wanted[i][2], self.longest):
+                        going_on.discard(i)
+        except Exception:
+            for sequence in sequences:
+                self._restart(sequence, self._lines[sequence].read)
+        self.forget_drafts(sequences)
+        return drafts
+
+    def _best(self, hidden: list[Any]) -> list[tuple[int, float]]:
+        """Of each row (the likeliest token, its probability among the ten likeliest)."""
+        logits = self._module.logits(mx.concatenate(hidden))[:, -1].astype(mx.float32)
+        top = mx.topk(logits, min(CANDIDATES, int(logits.shape[-1])), axis=-1)
+        share = 1 / mx.exp(top - top.max(axis=-1, keepdims=True)).sum(axis=-1)
+        best = mx.argmax(logits, axis=-1)
+        mx.eval(best, share)
+        return list(zip(np.array(best).tolist(), np.array(share).tolist(), strict=True))
+
+    # --- their memory --------------------------------------------------------------------------------------------
+
+    def _call(self, lines: Seq[SequenceCache], tokens: Seq[list[int]], rows: Seq[Any]) -> list[Any]:
+        """The head over these tokens of each line: hidden rows [1, n, width], not computed yet."""
+        together = [k for k, t in enumerate(tokens) if _start(lines[k]) < lines[k].length and len(t) <= WHOLE_TOKENS]
+        made: dict[int, Any] = {}
+        if len(together) > 1:
+            self._batch.become([lines[k] for k in together])
+            at = sorted(together, key=lambda k: self._batch.row_of(lines[k]))
+            longest = max(len(tokens[k]) for k in at)
+            self._batch.make_room(longest)
+            ids = mx.array([tokens[k] + [0] * (longest - len(tokens[k])) for k in at])
+            padded = mx.stack([mx.pad(rows[k], [(0, longest - len(tokens[k])), (0, 0)]) for k in at])
+            hidden = self._module(ids, padded, self._batch.caches[0])
+            self._batch.moved([len(tokens[k]) for k in at])
+            made = {k: hidden[row : row + 1, : len(tokens[k])] for row, k in enumerate(at)}
+        for k, line in enumerate(lines):
+            if k not in made:
+                line.alone()
+                line.buffers = object()
+                made[k] = self._module(mx.array([tokens[k]]), rows[k][None], line.caches[0])
+            line.length += len(tokens[k])
+        return [made[k] for k in range(len(lines))]
+
+    def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
+        which: dict[SequenceId, list[int]] = {}
+        for sequence, i in places:
+            which.setdefault(sequence, []).append(i)
+        known = {s: self._lines[s] for s in which}
+        lines = [self._caches[s] for s in which]
+        try:
+            self._call(
+                lines,
+                [[known[s].unread[i] for i in at] for s, at in which.items()],
+                [_stacked([known[s].rows[i] for i in at]) for s, at in which.items()],
+            )
+            mx.async_eval([a for line in lines for a in arrays_of((line.batch or line).leaves)])
+        except Exception:
+            return False
+        return True
+
+    def _cut(self, sequence: SequenceId, n_tokens: int) -> None:
+        line = self._caches[sequence]
+        if n_tokens <= _start(line):
+            self._restart(sequence, n_tokens)
+        else:
+            line.length = n_tokens
+            line.place(n_tokens)
+
+    def _restart(self, sequence: SequenceId, n_tokens: int) -> None:
+        line = self._caches[sequence]
+        line.clear()
+        line.length = n_tokens
+        for leaf in line.leaves:
+            leaf.start = leaf.offset = n_tokens
+
+    def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
+        line = self._caches[source]
+        if n_tokens <= _start(line):
+            self._restart(target, n_tokens)
+        else:
+            line.fork_into(self._caches[target], n_tokens)
+
+    def _unknown(self) -> HiddenRow:
+        return self._zeros, 0, 0
+
+    def _own(self, row: HiddenRow) -> HiddenRow:
+        own = mx.contiguous(_stacked([row])[None])
+        mx.async_eval(own)
+        return own, 0, 0
+
+    @property
+    def leaves(self) -> list[Any]:
+        """What holds their KV."""
+        alone = {id(line.buffers): line for line in self._caches.values() if line.batch is None}
+        return [leaf for line in alone.values() for leaf in line.leaves] + self._batch.leaves
+
+    # --- in and out ----------------------------------------------------------------------------------------------
+
+    def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
+        """The heads' KV of tokens [start, stop); nothing where they have not read all of them."""
+        self.catch_up([sequence])
+        line = self._caches[sequence]
+        return b"" if _start(line) > start else self._exports.export_range(line, start, stop)
+
+    def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int) -> None:
+        """Append tokens [start, stop) of what `export_range` gave."""
+        self.catch_up([sequence])
+        try:
+            self._exports.import_range(self._caches[sequence], data, start, stop)
+            whole = True
+        except BackendFailure:
+            whole = False
+        self._imported(sequence, stop, whole=whole)
+
+
+def layout() -> Layout:
+    """What a head keeps of each sequence: keys and values of every token."""
+    return Layout([KVCache()], KvFormat(), 0)
+
+
+def shapes(module: MtpModule) -> Shapes:
+    """Of a head's memory, computing nothing."""
+    line = SequenceCache(0, layout())
+    module(mx.zeros((1, 2), dtype=mx.int32), mx.zeros((1, 2, int(module.norm.weight.shape[0]))), line.caches[0])
+    (leaf,) = line.leaves
+    return Shapes(n_vocab=0, leaves=[list(leaf.planes)], slots=[leaf.slots], windows=[None])
+
+
+def _start(line: SequenceCache) -> int:
+    """The first token whose keys and values are there."""
+    (leaf,) = line.leaves if line.batch is None else line.batch.leaves
+    return int(leaf.start if line.batch is None else leaf.rows.starts[line.batch.row_of(line)])
+
+
+def _stacked(rows: Seq[HiddenRow]) -> Any:
+    """One array [n, width] of these rows; those that lie side by side in one piece."""
+    pieces: list[tuple[Any, int, int, int]] = []
+    for array, line, at in rows:
+        if pieces and pieces[-1][0] is array and (pieces[-1][1], pieces[-1][3]) == (line, at):
+            pieces[-1] = (array, line, pieces[-1][2], at + 1)
+        else:
+            pieces.append((array, line, at, at + 1))
+    parts = [array[line, begin:end] for array, line, begin, end in pieces]
+    kind = parts[-1].dtype
+    return parts[0] if len(parts) == 1 else mx.concatenate([part.astype(kind) for part in parts])
