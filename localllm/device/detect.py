@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm import paths
@@ -14,28 +14,22 @@ from localllm.device.probes.systems import read
 from localllm.device.types import Device, Figure, Readings
 
 
-def detect(
-    *,
-    measure: bool = False,
-    remeasure: bool = False,
-    settled: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-) -> Device:
+def detect(*, measure: bool = False, settled: bool = False) -> Device:
     """This machine as the installed build of llama.cpp can use it: what plans are made for. As `hardware` does, but where
     that build has no use for the GPU, the Device is the processor, with a finding that says so; and of a processor `measure`
-    takes the rates of that build's matrix kernels as well (some seconds more, which `say` is told before). `settled`: without
-    what was measured in busy moments and is to be measured again."""
+    takes the rates of that build's matrix kernels as well (some seconds more). `settled`: without what was measured in busy
+    moments and is to be measured again."""
     readings = read(slow=measure)
-    found = from_readings(readings, measure=measure, remeasure=remeasure, settled=settled)
+    found = from_readings(readings, measure=measure, settled=settled)
     if found.accelerator == "metal":
         return found
     build = in_use.build_here()
     processor = found
     if found.accelerator != "cpu" and build is not None and not build.failure and ggml.driven_by(found, build) == "cpu":
         readings = in_use.without_gpus(readings)
-        processor = from_readings(readings, measure=measure, remeasure=remeasure, settled=settled)
+        processor = from_readings(readings, measure=measure, settled=settled)
     used = in_use.as_used(found, processor, build)
-    return with_matrix_rates(used, measure=measure, remeasure=remeasure, settled=settled, say=say)
+    return with_matrix_rates(used, measure=measure, settled=settled)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
@@ -85,10 +79,8 @@ def with_matrix_rates(
     device: Device,
     *,
     measure: bool,
-    remeasure: bool = False,
     settled: bool = False,
     types: Sequence[str] = matrix_rate.TYPES,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Device:
     """Where the processor computes: what the installed build's kernels make of matrices of these `types`, as kept or as
     measured now (half a second a type)."""
@@ -96,9 +88,7 @@ def with_matrix_rates(
     if build is None:
         return device
     folder, machine = paths.cache_dir(), f"{_machine(device)} | {build}"
-    wanted = types if remeasure else matrix_rate.due(folder, machine, types) if measure else ()
-    if wanted:
-        say("timing how fast this processor multiplies, once: some seconds …")
+    wanted = matrix_rate.due(folder, machine, types) if measure else ()
     taken = matrix_rate.measure(wanted) if wanted else None
     if taken is not None:
         matrix_rate.keep(folder, machine, taken)

@@ -129,8 +129,8 @@ def _says_more(wanted: str, matched: int, row: DeviceRow) -> bool:
     return any(word in _OTHER_PART for word in rest)
 
 
-def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None, tolerance: float = 0.10) -> DeviceRow | None:
-    """Of rows sharing a name the one of nearest memory; None if memory is known and none is within `tolerance`."""
+def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> DeviceRow | None:
+    """Of rows sharing a name the one of nearest memory; None if memory is known and none is within 10 %."""
     candidates = list(found)
     if not candidates or memory_bytes is None:
         return candidates[0] if candidates else None
@@ -142,7 +142,7 @@ def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None, toleran
     if not sized:
         return candidates[0]
     off, index = min(sized)
-    return candidates[index] if off <= tolerance else None
+    return candidates[index] if off <= 0.10 else None
 
 
 def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -> DeviceRow | None:

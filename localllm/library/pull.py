@@ -108,7 +108,6 @@ def pull_drafter(
     companion: Companion,
     *,
     on_progress: Callable[[DownloadProgress], None] | None = None,
-    reserve_bytes: int = RESERVE_BYTES,
     patience: Patience | None = None,
 ) -> Path:
     """The file of a drafter that the catalog names for a model, fetched into the hub's cache; of a repository with several, the
@@ -121,7 +120,7 @@ def pull_drafter(
     smallest = min(files, key=lambda f: f.size_bytes)
     selection = Selection("gguf", "", (smallest,))
     wanted = _PullTarget(companion.repo, file=smallest.name, drafts=True)
-    return _bring(listing, selection, wanted, on_progress or (lambda _: None), reserve_bytes, patience).path
+    return _bring(listing, selection, wanted, on_progress or (lambda _: None), RESERVE_BYTES, patience).path
 
 
 def drafters_here(names_of: tuple[str, ...]) -> list[Path]:

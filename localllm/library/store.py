@@ -59,12 +59,11 @@ class DiskUsage:
     size_bytes: int
 
 
-def du(models: Iterable[LocalModel] | None = None) -> list[DiskUsage]:
+def du() -> list[DiskUsage]:
     """Disk usage by origin, biggest first, and of unfinished downloads (origin "partial")."""
-    listed = list(scan() if models is None else models)
     sizes: dict[str, dict[tuple[int, int], int]] = {}
     counts: dict[str, int] = {}
-    for model in listed:
+    for model in scan():
         counts[model.origin] = counts.get(model.origin, 0) + 1
         for file in _all_files(model):
             try:

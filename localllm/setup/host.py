@@ -68,14 +68,14 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
     )
 
 
-def assumed(device: Device, architecture: str = "") -> BuildHost:
+def assumed(device: Device) -> BuildHost:
     """An ordinary machine with that device: for showing what would be done on a machine that is not this one. No CUDA
     compiler, every driver up to date, the build that `make chat` makes (Metal on a Mac, the processor's elsewhere)."""
     mac = device.accelerator == "metal" or device.os == "macOS"
     arm = mac or device.family in ("GB10", "N1X", "Jetson")
     return BuildHost(
         system="macos" if mac else "windows" if device.os == "Windows" else "linux",
-        architecture=architecture or ("arm64" if mac else "aarch64" if arm else "x86_64"),
+        architecture="arm64" if mac else "aarch64" if arm else "x86_64",
         version=installed_version() or "0.3.36",
         n_cores=device.n_cpu_cores or _USUAL_CORES.get(device.family, 8),
         own_backends=("metal",) if mac else ("cpu",),

@@ -61,10 +61,10 @@ def reference(model: Path, environment: Mapping[str, str]) -> ReferenceAnswer | 
     return ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
 
 
-def turn_s(model: Path, environment: Mapping[str, str], *, layers: int = -1) -> float | None:
-    """Seconds of a short turn with the build that `environment` runs, all its layers on the device (or `layers` of them); None where
-    it does not get that far."""
-    answers, failure = run([ENGINE, "turn", str(model), json.dumps({"layers": layers})], environment)
+def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
+    """Seconds of a short turn with the build that `environment` runs, all its layers on the device; None where it does not get
+    that far."""
+    answers, failure = run([ENGINE, "turn", str(model), json.dumps({"layers": -1})], environment)
     return None if failure or not answers else float(answers[-1]["turn_s"])
 
 

@@ -74,10 +74,8 @@ class TagGrammar:
         return f"free: until {self._fixed(self.after[len(closing) :])}\nuntil[suffix={text(closing)}]: /(?s:.*)/"
 
 
-def tagged_calls(
-    tools: NamedSchemas, tags: TagGrammar, *, lead: str = "", repeat: bool = False, closing: str = ""
-) -> Grammar:
-    """A call, or several behind one another (`repeat`), between `lead` and `closing`."""
+def tagged_calls(tools: NamedSchemas, tags: TagGrammar, *, repeat: bool = False, closing: str = "") -> Grammar:
+    """A call, or several behind one another (`repeat`), and `closing`."""
     values = tags.values()
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
@@ -93,7 +91,7 @@ def tagged_calls(
             rules.append(f"f{f}_any: {_parameter(tags, values, _HERE, None, schema)}")
         rules.append(f"f{f}: {' '.join(parts)}{' ' + tags.lark(tags.end) if tags.end else ''}")
     calls = f"({any_of(tools)}){'+' if repeat else ''}"
-    whole = [tags.lark(lead)] * bool(lead) + [calls] + [tags.lark(closing)] * bool(closing)
+    whole = [calls] + [tags.lark(closing)] * bool(closing)
     return "lark", "\n".join([f"start: {' '.join(whole)}", *rules, *values.rules, tags.free()]) + "\n"
 
 
