@@ -31,7 +31,6 @@ class Sweep:
 
     load: LoadPlan
     say: Callable[[str], None]
-    speculation: bool = True
 
     def __post_init__(self) -> None:
         self.found: dict[str, Any] = {"left_out": []}
@@ -39,17 +38,16 @@ class Sweep:
 
     async def run(self) -> dict[str, Any]:
         """Everything. Raises the LocalLLMError that the model as planned ended in; a variation that does not run is told."""
+        from localllm.cli.bench import speculation
+
         with tempfile.TemporaryDirectory(prefix="localllm-bench-") as disk:
             options = self._options(engine={**self.load.options.engine, "disk_dir": disk, "draft": "auto"})
             async with _engine(options) as engine:
                 await self._depths(engine)
                 await self._streams(engine)
                 prompt = await self._first_tokens(engine)
-                if self.speculation:
-                    from localllm.cli.bench import speculation as bench_speculation
-
-                    self.say("drafting off and on")
-                    self.found["speculation"] = await bench_speculation.measure(engine, ROUNDS)
+                self.say("drafting off and on")
+                self.found["speculation"] = await speculation.measure(engine, ROUNDS)
             await self._restart(options, prompt)
         await self._variations()
         return self.found

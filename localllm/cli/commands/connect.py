@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm import paths
-from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
+from localllm.errors import BackendError, LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 
 if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe, ClientTarget, ConfigFile, Probe
@@ -168,9 +168,11 @@ def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     with httpx.Client(base_url=target.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
         for check in (c for probe in probes for c in checks(probe, target.model)):
-            started = time.monotonic()
+            started, said = time.monotonic(), ""
             try:
-                said = check.run(client)
+                check.run(client)
+            except BackendError as e:
+                said = e.message
             except httpx.HTTPError as e:
                 said = str(e) or type(e).__name__
             failures += bool(said)

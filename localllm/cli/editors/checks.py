@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from localllm.cli.editors.recipes import Probe
+from localllm.errors import BackendError
 
 _HI = [{"role": "user", "content": "Say hi."}]
 _ASK = [{"role": "user", "content": "Write a note that says hi."}]
@@ -33,10 +34,10 @@ _CALL_TOKENS = 200
 
 @dataclass(frozen=True, slots=True)
 class ClientCheck:
-    """One line of the report: `run` makes the calls and returns what went wrong, or nothing."""
+    """One line of the report: `run` makes the calls, and raises BackendError, or httpx.HTTPError."""
 
     what: str
-    run: Callable[[httpx.Client], str]
+    run: Callable[[httpx.Client], None]
 
 
 def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
@@ -75,27 +76,26 @@ def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
     return by_probe[probe]
 
 
-def _call(method: str, path: str, body: Mapping[str, Any] | None, contains: str) -> Callable[[httpx.Client], str]:
-    def run(client: httpx.Client) -> str:
-        reply = client.request(method, path, json=body)
-        if not reply.is_success:
-            return _refusal(reply)
-        return "" if contains in reply.text else f"the answer lacks {contains}"
+def _call(method: str, path: str, body: Mapping[str, Any] | None, contains: str) -> Callable[[httpx.Client], None]:
+    def run(client: httpx.Client) -> None:
+        if contains not in _taken(client.request(method, path, json=body)).text:
+            raise BackendError(f"the answer lacks {contains}")
 
     return run
 
 
-def _refusal(reply: httpx.Response) -> str:
-    return f"{reply.status_code}: {reply.text[:200]}"
+def _taken(reply: httpx.Response) -> httpx.Response:
+    """`reply`, unless it is a refusal."""
+    if not reply.is_success:
+        raise BackendError(f"{reply.status_code}: {reply.text[:200]}")
+    return reply
 
 
-def _chat_loop(client: httpx.Client, model: str) -> str:
+def _chat_loop(client: httpx.Client, model: str) -> None:
     tools = [{"type": "function", "function": _NOTE}]
     ask = {"model": model, "tools": tools, "stream": True}
     forced = {**ask, "messages": _ASK, "tool_choice": "required", "max_tokens": _CALL_TOKENS}
-    reply = client.post("/v1/chat/completions", json=forced)
-    if not reply.is_success:
-        return _refusal(reply)
+    reply = _taken(client.post("/v1/chat/completions", json=forced))
     call: dict[str, str] = {"id": "", "name": "", "arguments": ""}
     for event in _events(reply):
         for choice in event.get("choices", ()):
@@ -103,9 +103,7 @@ def _chat_loop(client: httpx.Client, model: str) -> str:
                 call["id"] += part.get("id") or ""
                 call["name"] += part["function"].get("name") or ""
                 call["arguments"] += part["function"].get("arguments") or ""
-    said = _fault(call["name"], call["arguments"])
-    if said:
-        return said
+    _check_call(call["name"], call["arguments"])
     function = {"name": call["name"], "arguments": call["arguments"]}
     made = {
         "role": "assistant",
@@ -114,81 +112,58 @@ def _chat_loop(client: httpx.Client, model: str) -> str:
     }
     result = {"role": "tool", "tool_call_id": call["id"], "content": _RESULT}
     back = {**ask, "messages": [*_ASK, made, result], "max_tokens": _ANSWER_TOKENS}
-    reply = client.post("/v1/chat/completions", json=back)
-    if not reply.is_success:
-        return _refusal(reply)
-    ended = any(c.get("finish_reason") for e in _events(reply) for c in e.get("choices", ()))
-    return "" if ended else "the answer to the tool's result has no end"
+    reply = _taken(client.post("/v1/chat/completions", json=back))
+    _check_end(any(c.get("finish_reason") for e in _events(reply) for c in e.get("choices", ())))
 
 
-def _responses_loop(client: httpx.Client, model: str) -> str:
+def _responses_loop(client: httpx.Client, model: str) -> None:
     ask = {"model": model, "tools": [{"type": "function", **_NOTE}], "stream": True, "store": False}
     forced = {**ask, "input": _ASK, "tool_choice": "required", "max_output_tokens": _CALL_TOKENS}
-    reply = client.post("/v1/responses", json=forced)
-    if not reply.is_success:
-        return _refusal(reply)
+    reply = _taken(client.post("/v1/responses", json=forced))
     items = [e["item"] for e in _events(reply) if e.get("type") == "response.output_item.done"]
     call = next((i for i in items if i["type"] == "function_call"), {"name": "", "arguments": ""})
-    said = _fault(call["name"], call["arguments"])
-    if said:
-        return said
+    _check_call(call["name"], call["arguments"])
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": _RESULT}
     back = {**ask, "input": [*_ASK, *items, result], "max_output_tokens": _ANSWER_TOKENS}
-    reply = client.post("/v1/responses", json=back)
-    if not reply.is_success:
-        return _refusal(reply)
-    ended = any(e.get("type") in ("response.completed", "response.incomplete") for e in _events(reply))
-    return "" if ended else "the answer to the tool's result has no end"
+    reply = _taken(client.post("/v1/responses", json=back))
+    _check_end(any(e.get("type") in ("response.completed", "response.incomplete") for e in _events(reply)))
 
 
-def _messages_loop(client: httpx.Client, model: str) -> str:
+def _messages_loop(client: httpx.Client, model: str) -> None:
     tool = {"name": _NOTE["name"], "description": _NOTE["description"], "input_schema": _NOTE["parameters"]}
     ask = {"model": model, "tools": [tool], "stream": True}
     forced = {**ask, "messages": _ASK, "tool_choice": {"type": "any"}, "max_tokens": _CALL_TOKENS}
-    reply = client.post("/v1/messages", json=forced)
-    if not reply.is_success:
-        return _refusal(reply)
+    reply = _taken(client.post("/v1/messages", json=forced))
     name = call_id = arguments = ""
     for event in _events(reply):
         block, delta = event.get("content_block", {}), event.get("delta", {})
         if block.get("type") == "tool_use":
             name, call_id = block["name"], block["id"]
         arguments += delta.get("partial_json", "")
-    said = _fault(name, arguments)
-    if said:
-        return said
+    _check_call(name, arguments)
     made = {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
     result = {"type": "tool_result", "tool_use_id": call_id, "content": _RESULT}
     turns = [*_ASK, {"role": "assistant", "content": [made]}, {"role": "user", "content": [result]}]
-    reply = client.post("/v1/messages", json={**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS})
-    if not reply.is_success:
-        return _refusal(reply)
-    ended = any(e.get("type") == "message_stop" for e in _events(reply))
-    return "" if ended else "the answer to the tool's result has no end"
+    reply = _taken(client.post("/v1/messages", json={**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS}))
+    _check_end(any(e.get("type") == "message_stop" for e in _events(reply)))
 
 
-def _ollama_loop(client: httpx.Client, model: str) -> str:
+def _ollama_loop(client: httpx.Client, model: str) -> None:
     ask = {"model": model, "tools": [{"type": "function", "function": _NOTE}]}
     # No word of Ollama's own forces a call: this one is our addition.
     forced = {**ask, "messages": _ASK, "tool_choice": "required", "options": {"num_predict": _CALL_TOKENS}}
-    reply = client.post("/api/chat", json=forced)
-    if not reply.is_success:
-        return _refusal(reply)
+    reply = _taken(client.post("/api/chat", json=forced))
     calls = [c for line in _lines(reply) for c in line.get("message", {}).get("tool_calls", ())]
     call = calls[0] if calls else {"function": {"name": "", "arguments": ""}}
-    said = _fault(call["function"]["name"], json.dumps(call["function"]["arguments"]))
-    if said:
-        return said
+    _check_call(call["function"]["name"], json.dumps(call["function"]["arguments"]))
     made = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": call["id"], "tool_name": _NOTE["name"], "content": _RESULT}
     back = {**ask, "messages": [*_ASK, made, result], "options": {"num_predict": _ANSWER_TOKENS}}
-    reply = client.post("/api/chat", json=back)
-    if not reply.is_success:
-        return _refusal(reply)
+    reply = _taken(client.post("/api/chat", json=back))
     lines = list(_lines(reply))
     if failed := next((line["error"] for line in lines if "error" in line), ""):
-        return str(failed)
-    return "" if any(line.get("done") for line in lines) else "the answer to the tool's result has no end"
+        raise BackendError(failed)
+    _check_end(any(line.get("done") for line in lines))
 
 
 def _lines(reply: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -204,16 +179,20 @@ def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def _fault(name: str, arguments: str) -> str:
-    """What is wrong with a call of our tool."""
+def _check_call(name: str, arguments: str) -> None:
+    """Raises BackendError for what is no call of our tool."""
     if name != _NOTE["name"]:
-        return f"the model was to call a tool, and {name!r} was called" if name else "the forced tool call did not come"
+        raise BackendError(
+            f"the model was to call a tool, and {name!r} was called" if name else "the forced tool call did not come"
+        )
     try:
         given = json.loads(arguments)
     except ValueError:
-        return f"the call's arguments are no JSON: {arguments[:80]!r}"
-    return (
-        ""
-        if isinstance(given, dict) and isinstance(given.get("text"), str)
-        else f"the call lacks its text: {arguments[:80]!r}"
-    )
+        raise BackendError(f"the call's arguments are no JSON: {arguments[:80]!r}") from None
+    if not (isinstance(given, dict) and isinstance(given.get("text"), str)):
+        raise BackendError(f"the call lacks its text: {arguments[:80]!r}")
+
+
+def _check_end(ended: bool) -> None:
+    if not ended:
+        raise BackendError("the answer to the tool's result has no end")
