@@ -17,7 +17,8 @@ from localllm.planner.explain import explain
 from localllm.server.models.worker import ModelWorker
 from localllm.settings import Settings
 from localllm_backends.contract import DRAFTER_LEFT_OUT, LoadError, LoadSpec
-from models import tiny_drafters, tiny_mtp
+from localllm_backends.mlx import backend_type as mlx
+from models import tiny_drafters, tiny_mlx, tiny_mtp
 
 
 @pytest.mark.parametrize("context", [None, 2048])
@@ -131,6 +132,31 @@ def test_heads_in_the_models_own_file_are_found_counted_and_loaded(tmp_path: Pat
     assert "mtp, one stream" in said
     assert load.plan.drafting.basis in said
     assert planned(load).facts.physics["drafting"]["basis"] == load.plan.drafting.basis
+
+
+@pytest.mark.mlx
+@pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))
+@pytest.mark.parametrize(("family", "rewind"), [("mimo", 0), ("qwen", 3)])
+def test_heads_in_an_mlx_folder_are_loaded_by_name_and_planned(family: str, rewind: int, tmp_path: Path) -> None:
+    path = str(tiny_mlx.write_mtp(tmp_path / family, family))
+    named, alone = (load_plan_named(path, Settings({"context": 1024, "draft": draft})) for draft in ("mtp", "auto"))
+    assert (named.options.spec.mtp, named.options.spec.n_rewind) == (True, rewind)
+    assert (alone.options.spec.mtp, alone.options.spec.n_rewind) == (False, 0)
+    assert named.plan is not None
+    assert alone.plan is not None
+    assert named.plan.memory.draft_bytes > 0
+    assert named.needs_bytes > alone.needs_bytes
+
+
+def test_an_assistant_is_counted_and_loaded_by_its_path(tmp_path: Path) -> None:
+    target = tiny_drafters.write_gemma4(tmp_path / "g4.gguf")
+    fits, wide = (tiny_drafters.write_assistant(tmp_path / f"{w}.gguf", width=w) for w in (64, 96))
+    load = load_plan_named(str(target), Settings({"context": 1024, "draft": str(fits)}))
+    assert load.plan is not None
+    assert load.options.spec.drafter == str(fits)
+    assert load.plan.memory.draft_bytes > fits.stat().st_size
+    with pytest.raises(UnsupportedError, match="layers are 96 wide, and those of g4 are 64"):
+        load_plan_named(str(target), Settings({"context": 1024, "draft": str(wide)}))
 
 
 def test_heads_that_take_something_away_or_cannot_run_are_left_out(tmp_path: Path, tiny_model: Path) -> None:

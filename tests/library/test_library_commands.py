@@ -280,6 +280,13 @@ def test_pulling_a_model_names_the_drafters_that_are_published_for_it() -> None:
     assert "`--draft /kept/d.gguf`" in pull.offered("qwen3.8-27b", trained, Path("/kept/d.gguf"))
 
 
+def test_a_script_is_told_where_the_drafter_lies(published: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    published.add("org/heads", {"d.gguf": b"heads"})
+    monkeypatch.setattr(pull, "companions_of", lambda ref: (Companion("eagle3", "org/heads", "d.gguf"),))
+    assert run_json("pull", REPO)["drafter"] is None
+    assert Path(run_json("pull", REPO, "--drafter")["drafter"]).read_bytes() == b"heads"
+
+
 @pytest.mark.parametrize("ref", ["prism-ml/Ternary-Bonsai-2-27B-gguf:Q2_0", "Bonsai2-4B.gguf", "bonsai_2_27b"])
 def test_what_the_engine_reads_wrong_without_saying_so_is_refused_by_name(ref: str) -> None:
     with pytest.raises(ModelFileError, match="Bonsai 2"):

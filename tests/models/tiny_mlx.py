@@ -60,6 +60,7 @@ def write(folder: Path, config: dict[str, Any], *, seed: int = 0, quantise: dict
 
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
+    mx.random.seed(seed)
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
 
