@@ -149,13 +149,13 @@ class Server:
             if engine.info.vision:
                 task = replace(task, messages=await self.images.fetched(task.messages))
             task = await self.pdfs.read(task, sees=engine.info.vision)
-            grammar, loose = await asyncio.to_thread(settled, task.options.grammar)
+            grammar, loose = await _settled(task.options.grammar)
             task = replace(task, options=replace(task.options, grammar=grammar))
             task = with_defaults(task, model.defaults)
             job = await chat_job(task, model, engine, self.reasoning.mine(), self.counts)
         else:
             job = await task(engine)
-            grammar, loose = await asyncio.to_thread(settled, job.answer.grammar)
+            grammar, loose = await _settled(job.answer.grammar)
             job = replace(job, answer=replace(job.answer, grammar=grammar))
         return replace(job, ignored=(*job.ignored, *loose)) if loose else job
 
@@ -218,6 +218,11 @@ class Server:
                 usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
                 account.charge(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
             return job
+
+
+async def _settled(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+    """`settled`: in a thread where that is work, and a request need not wait for one where it is none."""
+    return await asyncio.to_thread(settled, grammar) if grammar and grammar[0] == "loose_schema" else settled(grammar)
 
 
 def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:
