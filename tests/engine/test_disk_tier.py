@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,44 @@ def test_the_directory_stays_within_its_size(tmp_path: Path) -> None:
         ask(engine, f"r{i}", [259, i + 10, *PROMPT])
     engine.close()
     assert 0 < sum(f.stat().st_size for f in files(tmp_path)) <= 20_000
+
+
+@pytest.mark.parametrize("moment", ["queued", "prefill", "decode", "ended", "writing"])
+def test_killed_at_any_moment_it_starts_again_and_knows_what_was_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """What a process leaves that is killed are its files of that moment: they are copied, and another starts on them."""
+    folder, left = tmp_path / "folder", tmp_path / "left"
+    engine, rename = on_disk(folder), Path.replace
+    answer, _ = ask(engine)
+    assert engine.pool.kv.disk is not None
+    engine.pool.kv.disk.flush()
+
+    def killed_in_a_write(part: Path, whole: Path) -> Path:
+        if not left.exists():
+            shutil.copytree(folder, left)
+            [copied] = left.glob("*/*.part")
+            copied.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+        return rename(part, whole)
+
+    if moment == "writing":
+        monkeypatch.setattr(Path, "replace", killed_in_a_write)
+    other = [259, 77, *PROMPT]
+    told = engine.submit(request_for("b", other, max_tokens=8, sampling=GREEDY, ignore_eos=True), other)
+    seen = {"queued": "queued", "prefill": "prefill", "decode": "text"}.get(moment, "finish")
+    while seen not in [event.kind for event in told]:
+        told += engine.step()
+    if moment == "writing":
+        settle(engine)
+        engine.pool.kv.disk.flush()
+    else:
+        shutil.copytree(folder, left)
+    engine.close()
+    again, cached = ask(started := on_disk(left))
+    assert again == answer
+    assert cached == len(PROMPT) - 1
+    assert not list(left.glob("*/*.part"))
+    started.close()
 
 
 @settings(max_examples=examples(60))

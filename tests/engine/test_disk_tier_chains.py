@@ -99,6 +99,22 @@ def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None
     tier.close()
 
 
+def test_room_in_memory_costs_no_file_of_what_the_context_holds(tmp_path: Path) -> None:
+    """One that is on disk alone has no memory to give."""
+    tier, cache, _ = open_tier(tmp_path, 10**6)
+    lines = [[1] * PIECE, [2] * PIECE]
+    for line in lines:
+        cache.budget.shrink(10**6)
+        store(tier, cache, line)
+        tier.flush()
+        tier.sync([cache])
+    cache.budget.resize(BLOCK_BYTES)
+    cache.budget.in_context = lambda: [(cache, b) for line in lines for b in cache.covered(as_tokens(line))]
+    assert cache.budget.make_room(BLOCK_BYTES, force=True) == "free"
+    assert [cache.peek(line).length for line in lines] == [PIECE, PIECE]
+    tier.close()
+
+
 def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free_bytes = 10**12
     monkeypatch.setattr(

@@ -150,9 +150,10 @@ class CacheBudget:
         for pool, block in self.in_context():
             if freed >= n_bytes:
                 break
-            freed += block.held_bytes
-            if not pool.demote(block):
+            held = block.held_bytes
+            if held and not pool.demote(block):
                 pool.forget(block)
+            freed += held
         return freed
 
     def shrink(self, n_bytes: int) -> int:
