@@ -152,15 +152,18 @@ HISTORIES = {
 }
 
 
+@pytest.mark.parametrize("moves", [60, pytest.param(160, marks=pytest.mark.long)])
 @pytest.mark.parametrize("setting", HISTORIES)
-def test_after_any_history_logits_are_those_of_the_tokens_held(load: Callable[..., Any], setting: str) -> None:
+def test_after_any_history_logits_are_those_of_the_tokens_held(
+    load: Callable[..., Any], setting: str, moves: int
+) -> None:
     """Forks, cuts, drops, exports, mixed steps and steps started ahead, in random order, against plain computing."""
     backend = load(setting.partition("+")[0], **HISTORIES[setting])
     judge = load(setting.partition("+")[0], **{k: v for k, v in HISTORIES[setting].items() if k != "n_rewind"})
     rng = random.Random(setting)
     held: dict[int, list[int]] = {}
     guess: dict[int, int] = {}
-    for _ in range(160):
+    for _ in range(moves):
         what = rng.choice(["step"] * 6 + ["new", "fork", "cut", "drop", "copy"])
         some = rng.choice(list(held)) if held else None
         try:

@@ -47,7 +47,7 @@ def peaks(step: int, depths: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("step", [128, 512])
+@pytest.mark.parametrize("step", [pytest.param(128, marks=pytest.mark.long), 512])
 def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     model = next(m for m in catalog.load().models if m.id == "gemma-3-270m-it")
     full = next(layer for layer in model.layers if layer.kind == "full")

@@ -205,9 +205,9 @@ def test_without_room_nothing_is_appended(backend: Backend) -> None:
 
 @pytest.mark.parametrize("where", ["new_context", "Batch"])
 def test_whatever_ends_its_thread_reaches_whoever_waits(
-    where: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, few_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024, placement=Placement(gpu_layers=0)))
+    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024, placement=Placement(gpu_layers=0)))
 
     def broken(*_a: object, **_k: object) -> None:
         raise ValueError("nobody foresaw this")
@@ -223,8 +223,8 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
     backend.close()
 
 
-def test_what_it_takes_is_told_before(smollm2: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=4096, placement=Placement(gpu_layers=0)))
+def test_what_it_takes_is_told_before(few_layers: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=4096, placement=Placement(gpu_layers=0)))
     per_token = backend.memory().kv_bytes / 4096
     sizes = [backend.sliced_prefill_bytes(n) for n in (1, 256, 257, 3000)]
     assert sizes[0] == sizes[1] < sizes[2] < sizes[3]

@@ -46,9 +46,9 @@ def test_the_reference_machines_resolve_however_they_are_typed(row: str, typed: 
     assert device.bandwidth_gbps.source
 
 
-@pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.name)
-def test_every_row_answers_to_its_own_name(row: table.Row) -> None:
-    assert resolve(row.name).match == row.name
+def test_every_row_answers_to_its_own_name() -> None:
+    found = {row.name: resolve(row.name).match for row in table.rows()}
+    assert {name: match for name, match in found.items() if match != name} == {}
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ class HeldBack:
 
 
 @pytest.fixture
-def held_back(smollm2: Path) -> Iterator[tuple[Engine, HeldBack]]:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
+def held_back(few_layers: Path) -> Iterator[tuple[Engine, HeldBack]]:
+    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
     compiler = HeldBack(GrammarCompiler(backend))
     engine = Engine(backend, EngineSettings(make_constraint=compiler))
     yield engine, compiler
@@ -141,8 +141,8 @@ def test_it_is_queued_once_its_grammar_is_known_to_be_one(held_back: tuple[Engin
         assert not kinds.index(Queued) if key == "good" else len(kinds) == 1, events
 
 
-def test_a_grammar_goes_on_where_the_given_beginning_ends(smollm2: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
+def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
     engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
     begun = '{"name": "To'
     ask = request_for("tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, begun=begun)

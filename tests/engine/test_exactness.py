@@ -74,8 +74,8 @@ def test_an_end_that_is_forbidden_is_not_taken_from_a_device_that_sorts(tiny_mod
     alone.close()
 
 
-def test_smollm2_chats_in_a_crowd_equal_chats_alone(smollm2: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=4096))
+def test_real_weights_say_the_same_in_a_crowd_as_alone(few_layers: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=4096))
     engine = Engine(backend)
     questions = ["Name three colours.", "What is a lighthouse?", "Count to five.", "Who was Ada Lovelace?"]
     prompts = {q: f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions}

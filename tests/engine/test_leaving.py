@@ -75,7 +75,7 @@ def test_at_most_the_last_line_is_resident_in_every_start(
             engine.close()
 
 
-def test_a_real_model_is_as_empty_after_a_restart_as_before(smollm2: Path, tmp_path: Path) -> None:
+def test_a_real_model_is_as_empty_after_a_restart_as_before(few_layers: Path, tmp_path: Path) -> None:
     """SmolLM2, after a start one of whose lines had a token more in common with what is asked now than the system prompt: that
     token is on disk, nobody reads a file for it, and the line that has it must leave all the same once another comes."""
     system = list(range(300, 331))
@@ -84,7 +84,7 @@ def test_a_real_model_is_as_empty_after_a_restart_as_before(smollm2: Path, tmp_p
         return [*system, first, *(400 + key * 90 + k for k in range(90))]
 
     for begun, firsts in enumerate([(2001, 2000, 2003), (2005, 2000, 2005)]):
-        backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=2048, n_seq_max=6, n_batch=256))
+        backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=2048, n_seq_max=6, n_batch=256))
         engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path), disk_bytes=10**9))
         assert engine.pool.kv.disk is not None
         engine.pool.kv.disk.read_bytes_s = 100e6
@@ -166,9 +166,9 @@ def test_a_short_question_does_not_wait_for_others_lines_to_be_copied() -> None:
     assert engine.pool.n_idle == 1
 
 
-def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(smollm2: Path) -> None:
+def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(few_layers: Path) -> None:
     """By the cells that llama.cpp's attention goes over: those behind which the prompt's own lie count too."""
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=2048, n_seq_max=4, n_batch=256))
+    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=2048, n_seq_max=4, n_batch=256))
     engine = Engine(backend, EngineSettings())
     run(engine, request_for("long", list(range(300, 1500)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
     held: list[int] = []

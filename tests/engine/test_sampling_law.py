@@ -203,7 +203,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
-@pytest.mark.parametrize("kind", ["words", "flat", "bf16"])
+@pytest.mark.parametrize("kind", ["words", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("flat", "bf16"))])
 def test_rows_of_262144_tokens_follow_it_too(kind: str, name: str) -> None:
     sampling = FILTERS[name]
     row = rows_like_models(262_144, 7, kind)

@@ -86,8 +86,8 @@ def bare_loop(path: Path, prompt: str, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("n", [64, pytest.param(200, marks=pytest.mark.long)])
-def test_greedy_text_is_llamacpps_own_token_for_token(smollm2: Path, n: int) -> None:
-    expected = bare_loop(smollm2, PROMPT, n)
+def test_greedy_text_is_llamacpps_own_token_for_token(few_layers: Path, n: int) -> None:
+    expected = bare_loop(few_layers, PROMPT, n)
     assert len(expected) >= min(n, 128)
 
     async def use(_: Supervisor, engine: WorkerClient) -> None:
@@ -97,7 +97,7 @@ def test_greedy_text_is_llamacpps_own_token_for_token(smollm2: Path, n: int) -> 
         again = (await generate(engine, request_for("b", PROMPT, max_tokens=n, sampling=GREEDY)))[1]
         assert again[:128] == expected[:128], "a cached prompt changes nothing"
 
-    with_model(smollm2, use)
+    with_model(few_layers, use)
 
 
 def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(few_layers: Path) -> None:

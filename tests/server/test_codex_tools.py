@@ -190,8 +190,8 @@ def test_events_come_while_a_model_loads() -> None:
 
 
 @pytest.fixture(scope="module")
-def http(smollm2: Path) -> Iterator[httpx.Client]:
-    host = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=2048, n_seq_max=1)))
+def http(few_layers: Path) -> Iterator[httpx.Client]:
+    host = Supervisor(WorkerOptions(LoadSpec(path=str(few_layers), n_ctx=2048, n_seq_max=1)))
     with running_server({"smollm2": host}) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 

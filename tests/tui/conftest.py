@@ -17,6 +17,8 @@ from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 from tui.scripted_sse import ScriptedServer
 
+MOST_TURNS = 2500
+
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
@@ -76,13 +78,13 @@ class Driver:
         self.pilot = pilot
 
     async def until(self, what: Callable[[], bool]) -> None:
-        """Wait until `what` holds, letting the app work meanwhile."""
-
-        async def wait() -> None:
-            while not what():
-                await self.pilot.pause()
-
-        await asyncio.wait_for(wait(), 60)
+        """Wait until `what` holds, letting the app work meanwhile: by turns, so that a busy machine has as many as an idle one.
+        TimeoutError after a minute's of an idle one."""
+        for _ in range(MOST_TURNS):
+            if what():
+                return
+            await self.pilot.pause()
+        raise TimeoutError
 
     async def type(self, text: str) -> None:
         self.app.chat.composer.insert(text)

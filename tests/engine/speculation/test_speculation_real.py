@@ -127,9 +127,9 @@ def test_a_recurrent_model_without_snapshots_says_why_it_does_not_draft(tmp_path
     assert "can't take tokens back" in str(engine.snapshot()["speculation"])
 
 
-def test_forced_text_of_a_schema_is_drafted_and_the_answer_is_the_same(smollm2: Path) -> None:
+def test_forced_text_of_a_schema_is_drafted_and_the_answer_is_the_same(few_layers: Path) -> None:
     schema = '{"type":"object","properties":{"longest_name_of_all":{"type":"integer"},"another_long_name":{"type":"boolean"}},"required":["longest_name_of_all","another_long_name"],"additionalProperties":false}'  # noqa: E501
-    engine = speculating(smollm2)
+    engine = speculating(few_layers)
 
     def answer(key: str, draft: str) -> tuple[str, Finish]:
         request = request_for(key, "Answer in JSON:\n", 60, GREEDY, grammar=("json_schema", schema), draft=draft)
