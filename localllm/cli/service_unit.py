@@ -61,7 +61,6 @@ def listen_addresses(settings: Settings) -> ListenAddresses:
 
 def service_of(models: Sequence[str], settings: Settings, manager: str, memory_max_bytes: int | None) -> Service:
     """The service that serves `models` by `settings`, as `manager` has to be told."""
-    from localllm import paths
     from localllm.service.types import Service
 
     environment = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
@@ -88,7 +87,7 @@ def service_of(models: Sequence[str], settings: Settings, manager: str, memory_m
         settle=(sys.executable, "-m", "localllm", "service", "settle"),
         addresses=listen_addresses(settings).streams,
         environment=environment,
-        log_file=paths.log_dir() / "serve.log",
+        log_file=_log(),
         memory_max_bytes=memory_max_bytes,
     )
 

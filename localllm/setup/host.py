@@ -48,7 +48,7 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
     nvcc_path = shutil.which("nvcc") or next(
         filter(os.path.exists, ["/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc"]), ""
     )
-    nvcc = _nvcc_version(nvcc_path) if nvcc_path else None
+    nvcc = _version(run(nvcc_path, "--version").partition("release ")[2]) if nvcc_path else None
     return BuildHost(
         system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
         architecture=platform.machine(),
@@ -98,10 +98,6 @@ def _version(text: str) -> Version | None:
     """The first two numbers of "13.0.88"."""
     found = re.search(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else None
-
-
-def _nvcc_version(path: str) -> Version | None:
-    return _version(run(path, "--version").partition("release ")[2])
 
 
 def _cuda_libraries(nvcc_path: str, version: Version) -> str:

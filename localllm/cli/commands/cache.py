@@ -48,7 +48,8 @@ def clear(
     found = cache_folder.survey(paths.prefixes_dir())
     chosen = found if model is None else _of(model, found)
     n_files, size = sum(m.n_files for m in chosen), gb(sum(m.size_bytes for m in chosen))
-    if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size}, of {_names(chosen)}?"):
+    names = ", ".join(sorted({_name(m) for m in chosen}))
+    if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size}, of {names}?"):
         return
     cleared = cache_folder.clear(chosen)
     if as_json:
@@ -79,10 +80,6 @@ def _of(name: str, found: list[ModelPrefixes]) -> list[ModelPrefixes]:
 
 def _name(model: ModelPrefixes) -> str:
     return model.model or model.folder.name
-
-
-def _names(chosen: list[ModelPrefixes]) -> str:
-    return ", ".join(sorted({_name(m) for m in chosen}))
 
 
 def _limits() -> dict[str, int]:

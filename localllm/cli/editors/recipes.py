@@ -149,6 +149,10 @@ def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> Clien
     known = values(target)
     files = (_file(entry["file"], known, home),) if "file" in entry else ()
     known |= {"file": str(files[0].path), "folder": str(files[0].path.parent)} if files else {}
+    run = None
+    if (alone := entry.get("run")) is not None:
+        command = _those_filled(alone["command"], known)
+        run = ProcessSettings(command, _variables(alone, known), tuple(alone.get("without", ())))
     return ClientRecipe(
         entry["name"],
         files,
@@ -156,19 +160,13 @@ def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> Clien
         tuple(entry.get("probes", ("models", "chat"))),
         _variables(entry, known),
         entry.get("checked", ""),
-        _process(entry["run"], known) if "run" in entry else None,
+        run,
     )
 
 
 def _variables(entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, str]:
     filled = {k: _filled(v, known) for k, v in entry.get("environment", {}).items()}
     return {k: v for k, v in filled.items() if v is not None}
-
-
-def _process(entry: Mapping[str, Any], known: Mapping[str, Any]) -> ProcessSettings:
-    return ProcessSettings(
-        _those_filled(entry["command"], known), _variables(entry, known), tuple(entry.get("without", ()))
-    )
 
 
 def recipe_named(name: str) -> Callable[[ClientTarget, Path], ClientRecipe]:

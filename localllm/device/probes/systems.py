@@ -49,7 +49,7 @@ def linux_readings(architecture: str) -> Readings:
         text = read_text(path)
         if text is not None:
             files[path] = text
-    vendors = {text.strip() for path, text in files.items() if path.endswith("/device/vendor") or _is_pci(path)}
+    vendors = {text.strip() for path, text in files.items() if path.endswith("/vendor")}
     outputs = environment()
     if text := nvidia.nvml():
         outputs["nvml"] = text
@@ -75,10 +75,6 @@ def _paths() -> Iterator[str]:
             yield from (f"{card}/{name}" for name in _CARD_FILES)
     for device in glob.glob("/sys/bus/pci/devices/*"):
         yield from (f"{device}/vendor", f"{device}/class")
-
-
-def _is_pci(path: str) -> bool:
-    return path.startswith("/sys/bus/pci/devices/") and path.endswith("/vendor")
 
 
 def _render_access() -> str:

@@ -63,7 +63,7 @@ class ProxyMiddleware:
             if is_stream(answer):
                 await relay.relay_stream(answer, outgoing, send, own_send=scope.get(OWN_SEND))
             else:
-                await relay.relay_whole(answer, outgoing, send)
+                await relay.send_whole(answer, outgoing, await relay.read_whole(answer, outgoing), send)
         finally:
             answer.close()
 

@@ -209,7 +209,7 @@ class PoolFront:
             return
         if not client.head:
             raise last
-        frame = relay.error_frame_as("event-stream", last)
+        frame = relay.error_frame("event-stream", last)
         await client.send({"type": "http.response.body", "body": frame, "more_body": False})
 
     def _outgoing(self, request: _PooledRequest, node: PoolNode) -> ProxyRequest:
@@ -279,7 +279,7 @@ class PoolFront:
         except (aiohttp.ClientError, TimeoutError) as e:
             if not begun:
                 raise upstream_error(outgoing, e) from e
-            last = relay.error_frame(answer, upstream_error(outgoing, e))
+            last = relay.error_frame(answer.headers.get("content-type", ""), upstream_error(outgoing, e))
         if not begun:
             await client.write(answer, outgoing, held + rest)
         await client.send({"type": "http.response.body", "body": last, "more_body": False})

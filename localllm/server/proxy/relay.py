@@ -73,10 +73,6 @@ def relayed_headers(answer: aiohttp.ClientResponse, name: str) -> list[tuple[byt
     return [*((k, v) for k, v in relayed if k != _RAN_ON), (_RAN_ON, name.encode("latin-1"))]
 
 
-async def relay_whole(answer: aiohttp.ClientResponse, outgoing: ProxyRequest, send: Send) -> None:
-    await send_whole(answer, outgoing, await read_whole(answer, outgoing), send)
-
-
 async def read_whole(answer: aiohttp.ClientResponse, outgoing: ProxyRequest) -> bytes:
     """The body of an answer in one piece. Raises UpstreamError."""
     import aiohttp
@@ -121,15 +117,11 @@ async def relay_stream(
             outgoing.meter.feed(piece)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
     except (aiohttp.ClientError, TimeoutError) as e:
-        last = error_frame(answer, upstream_error(outgoing, e))
+        last = error_frame(answer.headers.get("content-type", ""), upstream_error(outgoing, e))
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def error_frame(answer: aiohttp.ClientResponse, error: LocalLLMError) -> bytes:
-    return error_frame_as(answer.headers.get("content-type", ""), error)
-
-
-def error_frame_as(content_type: str, error: LocalLLMError) -> bytes:
+def error_frame(content_type: str, error: LocalLLMError) -> bytes:
     """`error` as the last frame of a stream of that type."""
     value = json.dumps(error.to_openai(), separators=(",", ":")).encode()
     return b"data: " + value + b"\n\n" if "event-stream" in content_type else value + b"\n"
