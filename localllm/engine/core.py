@@ -222,7 +222,8 @@ class Engine:
         self._afterwards(tell)
         if self._process(grants, result) and not (self._overlaps and self.has_work):
             self._afterwards(tell)
-        self._rests_until_s = (now := self.clock()) + (now - began_s) * (1.0 / self.settings.power - 1.0)
+        now = self.clock()  # a step that took longer than any is planned was stopped, and computed nothing meanwhile
+        self._rests_until_s = now + min(now - began_s, ALONE_STEP_S) * (1.0 / self.settings.power - 1.0)
         return self.jobs.drain()
 
     @property
@@ -386,7 +387,8 @@ class Engine:
         now = self.clock()
         ready = [j for j in self.jobs.running.values() if j.steppable and not self.prefill.keeps_out(j)]
         info, only = self.backend.info, len(self.jobs.waiting) + len(self.jobs.running) == 1
-        lone = self._sizer.lone(ALONE_STEP_S if only and self._interrupt.can_end else LONE_STEP_S)
+        alone = only and self._interrupt.can_end and self.settings.power >= 1.0  # a rest is as long as its step asks for
+        lone = self._sizer.lone(ALONE_STEP_S if alone else LONE_STEP_S)
         if self._images is not None:
             most = min(info.n_batch, self._sizer.chunk if self.jobs.decoding else lone)
             image = self._images.plan(ready, most)

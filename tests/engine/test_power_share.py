@@ -20,10 +20,10 @@ class Machine(ScriptedBackend):
 
     def __init__(self) -> None:
         super().__init__(n_ctx=4096, n_batch=64)
-        self.now_s = self.computed_s = 0.0
+        self.now_s = self.computed_s = self.stopped_s = 0.0
 
     def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
-        self.now_s += STEP_S
+        self.now_s += STEP_S + self.stopped_s
         self.computed_s += STEP_S
         return super().step(chunks)
 
@@ -76,3 +76,11 @@ def test_a_token_is_told_before_the_rest_behind_it() -> None:
     paced.turn()
     assert (len(paced.outcome.tokens["a"]), paced.rests) == (1, 0)
     assert paced.engine.rest_s == pytest.approx(9 * STEP_S)
+
+
+def test_a_process_that_was_stopped_does_not_rest_for_it() -> None:
+    paced = Paced(0.1)
+    paced.submit("a", 3)
+    paced.machine.stopped_s = 3600.0
+    paced.turn()
+    assert paced.engine.rest_s < 60
