@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual import events
 from textual.widgets import Input, OptionList
 
 from localllm.conversation.history import History
@@ -50,6 +51,57 @@ def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(drive: Any, ch
             assert field.value == "", alone
             await d.press("escape")
             box.replace_text("")
+
+    drive(play)
+
+
+def test_enter_takes_what_is_typed_and_not_what_was_offered_before(drive: Any, server: ScriptedServer) -> None:
+    server.answer("hello")
+
+    async def play(d: Driver) -> None:
+        await d.type("/comp")
+        await d.until(lambda: d.app.chat.composer.menu.chosen is not None)
+        for key in ("ctrl+u", "h", "i", "enter"):  # faster than the menu follows
+            d.app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await d.until(lambda: bool(server.requests) or "nothing to compare" in d.screen())
+        assert "nothing to compare" not in d.screen()
+        assert server.requests[0]["messages"][-1]["content"] == "hi"
+
+    drive(play)
+
+
+EDITS = {
+    "backspace": "ac",
+    "delete": "abc",
+    "left": "acb",
+    "home": "cab",
+    "ctrl+u": "c",
+    "ctrl+w": "c",
+    "ctrl+j": "ab\nc",
+    "end": "abc",
+}
+
+
+@pytest.mark.parametrize("where", ["composer", "search"])
+def test_what_is_typed_overtakes_no_key(drive: Any, where: str) -> None:
+    """However fast they come: all of them are on their way before the first is taken."""
+
+    async def play(d: Driver) -> None:
+        box: Any = d.app.chat.composer
+        if where == "search":
+            await d.press("ctrl+r")
+            box = d.app.screen.query_one(Input)
+
+        def said() -> str:
+            return str(box.text if where == "composer" else box.value)
+
+        for key, wanted in EDITS.items():
+            for name in ("a", "b", key, "c"):
+                d.app.post_message(events.Key(name, name if len(name) == 1 else None))
+            await d.until(lambda: "c" in said())
+            await d.pilot.pause()
+            assert said() == (wanted if where == "composer" else wanted.replace("\n", "")), key
+            box.clear()
 
     drive(play)
 

@@ -16,9 +16,10 @@ from textual.widgets import TextArea
 from localllm_tui.bindings import bindings_of, caught_by
 from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.characters import after, before
-from localllm_tui.control.commands import matching, parse
+from localllm_tui.control.commands import Command, matching, parse
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
+from localllm_tui.widgets.graphemes import KeysInOrder
 from localllm_tui.widgets.slash_menu import SlashMenu
 
 # A longer paste would make each key slow: it is attached as a file.
@@ -30,7 +31,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _CAUGHT = caught_by(COMPOSER)
 
 
-class Composer(TextArea):
+class Composer(KeysInOrder, TextArea):
     """A TextArea that grows with its text up to eight rows. Posts QuestionSubmitted; never clears itself."""
 
     DEFAULT_CSS = """
@@ -120,8 +121,14 @@ class Composer(TextArea):
     def action_scroll_transcript(self, pages: int) -> None:
         self.post_message(ScrollTranscript(pages))
 
+    @property
+    def _chosen(self) -> Command | None:
+        """What the menu has chosen of what it offers for this very text: keys may come faster than it hears of changes."""
+        self.menu.offer(self.text)
+        return self.menu.chosen
+
     def _send(self) -> bool:
-        chosen = self.menu.chosen
+        chosen = self._chosen
         if chosen is not None and self.text != f"/{chosen.name}" and parse(self.text) != (chosen.name, ""):
             needs_more = bool(chosen.argument) and not chosen.argument.startswith("[")
             self.replace_text(f"/{chosen.name}" + (" " if needs_more else ""))
@@ -131,8 +138,8 @@ class Composer(TextArea):
         return True
 
     def _complete(self) -> bool:
-        if self.menu.chosen is not None and (self.menu.highlighted or not matching(self.text)):
-            self.replace_text(f"/{self.menu.chosen.name}" + (" " if self.menu.chosen.argument else ""))
+        if self._chosen is not None and (self.menu.highlighted or not matching(self.text)):
+            self.replace_text(f"/{self._chosen.name}" + (" " if self._chosen.argument else ""))
             return True
         found = matching(self.text)
         # a complete name is extended to the longer one
@@ -148,7 +155,7 @@ class Composer(TextArea):
 
     def _browse(self, step: int) -> bool:
         """Bring back an earlier question, unless something else is being written."""
-        if self.menu.chosen is not None:
+        if self._chosen is not None:
             self.menu.move(step)
             return True
         if self._shown_earlier and self.text != self.earlier_questions[-self._shown_earlier]:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from textual import events
+from textual.widget import Widget
 from textual.widgets import Input
 
 from localllm_tui.control.characters import after, before
 
+# Of what Textual's widgets have only their first base is taken over.
+_Base = Widget if TYPE_CHECKING else object
 
-class WholeInput(Input):
+
+class KeysInOrder(_Base):
+    """Does at once what its keys are bound to. Textual asks for that when the key has come up to the app, and what is typed meanwhile
+    overtakes it: of "ab", Backspace, "c" on a slow machine the c was removed."""
+
+    async def _on_key(self, event: events.Key) -> None:
+        bound = None if event.is_printable else self.screen.active_bindings.get(event.key)
+        if bound is not None and bound.node is self and bound.enabled:
+            event.stop()
+            event.prevent_default()
+            await self.run_action(bound.binding.action)
+        else:
+            await super()._on_key(event)
+
+
+class WholeInput(KeysInOrder, Input):
     def action_cursor_left(self, select: bool = False) -> None:
         self._move(before(self.value, self.selection.end), select, -1)
 
