@@ -387,7 +387,8 @@ class Engine:
         now = self.clock()
         ready = [j for j in self.jobs.running.values() if j.steppable and not self.prefill.keeps_out(j)]
         info, only = self.backend.info, len(self.jobs.waiting) + len(self.jobs.running) == 1
-        alone = only and self._interrupt.can_end and self.settings.power >= 1.0  # a rest is as long as its step asks for
+        # A rest is as long as its step asks for.
+        alone = only and self._interrupt.can_end and self.settings.power >= 1.0
         lone = self._sizer.lone(ALONE_STEP_S if alone else LONE_STEP_S)
         if self._images is not None:
             most = min(info.n_batch, self._sizer.chunk if self.jobs.decoding else lone)

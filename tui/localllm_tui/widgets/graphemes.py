@@ -10,8 +10,11 @@ from textual.widgets import Input
 
 from localllm_tui.control.characters import after, before
 
-# Of what Textual's widgets have only their first base is taken over.
-_Base = Widget if TYPE_CHECKING else object
+# Of what Textual's widgets have, only their first base is taken over.
+if TYPE_CHECKING:
+    _Base = Widget
+else:
+    _Base = object
 
 
 class KeysInOrder(_Base):
