@@ -49,17 +49,23 @@ def test_random_mixes_with_draft_heads_equal_isolated_runs_without(shape: str, t
     settings = EngineSettings(
         draft="mtp", cache_bytes=600_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8, headroom_bytes=0
     )
-    engine = Engine(mlx.load(replace(spec, mtp=True)), settings)
-    settle(engine)
-    (drafter,) = engine.speculator.drafters.values()
-    assert isinstance(drafter, MtpDrafter)
-    assert drafter.token_s > 0, "measured while idle"
-    # Time stands still: a drafted token and a further row cost next to nothing.
-    engine.speculator.cost.set({1: 1.0, 32: 1.01})
-    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
-    drafter.clock, drafter.token_s = (lambda: 0.0), 1e-9
-    crowds_equal_isolated_runs(engine, alone, shape, 6, router_flips=0.0)
-    snapshot = engine.snapshot()
-    assert 20 < int(snapshot["accepted_mtp_tokens"]) < int(snapshot["drafted_mtp_tokens"])
-    engine.close()
+    restored = 0
+    # The second engine finds the first one's prefixes on disk, with what the head had read of them.
+    for mixes in (4, 3):
+        engine = Engine(mlx.load(replace(spec, mtp=True)), settings)
+        settle(engine)
+        (drafter,) = engine.speculator.drafters.values()
+        assert isinstance(drafter, MtpDrafter)
+        assert drafter.token_s > 0, "measured while idle"
+        # Time stands still: a drafted token and a further row cost next to nothing.
+        engine.speculator.cost.set({1: 1.0, 32: 1.01})
+        engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+        drafter.clock, drafter.token_s = (lambda: 0.0), 1e-9
+        crowds_equal_isolated_runs(engine, alone, shape, mixes, router_flips=0.0)
+        settle(engine)
+        snapshot = engine.snapshot()
+        restored = int(snapshot["restored_tokens"])
+        assert 20 < int(snapshot["accepted_mtp_tokens"]) < int(snapshot["drafted_mtp_tokens"])
+        engine.close()
+    assert restored > 100
     alone.close()

@@ -294,13 +294,16 @@ def test_a_model_without_heads_is_refused_before_anything_is_loaded(
     assert "use --draft auto" in said
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "assistant"])
 @pytest.mark.parametrize("together", [1, 3])
 def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_path: Path) -> None:
-    """An EAGLE-3 head that knows what the model leans on, and a DSpark block whose Markov head does."""
+    """An EAGLE-3 head that knows what the model leans on, a DSpark block whose Markov head does, and a Gemma 4 assistant."""
     path = tiny_drafters.write_target(tmp_path / "m.gguf", likeness=0.3)
     drafter = tmp_path / "d.gguf"
-    if kind == "eagle3":
+    if kind == "assistant":
+        path = tiny_drafters.write_gemma4(tmp_path / "m.gguf", likeness=0.9)
+        tiny_drafters.write_assistant(drafter, knowing=True)
+    elif kind == "eagle3":
         tiny_drafters.write_eagle3(drafter, own=False, knowing=True)
     else:
         tiny_drafters.write_dflash(drafter, block=8, markov=True, knowing=0.3)
