@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any, cast
 
 from localllm_catalog import quants, shapes
@@ -291,13 +292,21 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def _listed(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
-    """Layers that are given one by one, as often as each says: what was read from a file's header."""
-    layers = [
-        layer for row in rows for layer in [Layer(**{k: v for k, v in row.items() if k != "times"})] * row["times"]
-    ]
+    """Layers that are given one by one, or several that repeat, as often as each says: what was read from a file's header."""
+    layers = tuple(islice(_repeated(rows, n_layers + 1), n_layers + 1))
     if len(layers) != n_layers:
-        raise BadCatalogError(f"{len(layers)} layers are listed, the model has {n_layers}")
-    return tuple(layers)
+        raise BadCatalogError(f"the layers listed are not the {n_layers} that the model has")
+    return layers
+
+
+def _repeated(rows: list[dict[str, Any]], most: int) -> Iterator[Layer]:
+    for row in rows:
+        if "layers" in row:
+            ones = list(islice(_repeated(row["layers"], most), most))
+        else:
+            ones = [Layer(**{key: value for key, value in row.items() if key != "times"})]
+        for _ in range(row["times"] if ones else 0):
+            yield from ones
 
 
 def _layer(raw: Mapping[str, Any], kind: LayerKind, shares_kv: bool, dense: bool) -> Layer:

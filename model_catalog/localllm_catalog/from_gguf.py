@@ -468,7 +468,8 @@ def _model(
         q_rank=facts.number("attention.q_lora_rank", 0),
         shape_warning=""
         if facts.arch in architectures.KNOWN
-        else f"the architecture {facts.arch!r} is not known: KV may be more or less",
+        else f"the architecture {facts.arch!r} is not known here: it is planned as attention on every layer, "
+        "and its KV may be more or less",
     )
     return replace(model, params_active=_active_params(header, facts, model))
 

@@ -128,6 +128,13 @@ class ListedLayer(_Table):
     per_sequence: bool = False
 
 
+class ListedLayers(_Table):
+    """Several layers that follow each other, all of them `times` over."""
+
+    times: Count
+    layers: Annotated[list[ListedLayer], Field(min_length=1)]
+
+
 class LookupTable(_Table):
     """Tables of which a token reads `rows` rows; `bits` a weight takes in the listed files."""
 
@@ -195,7 +202,7 @@ class ModelTable(_Table):
     context: Count
     tied: bool = False
     pattern: list[Text] = ["full"]
-    layer_list: list[ListedLayer] = []
+    layer_list: list[ListedLayer | ListedLayers] = []
     sliding: Sliding | None = None
     full: Full | None = None
     shared_kv_layers: Count | None = None

@@ -210,6 +210,24 @@ def test_an_unknown_architecture_is_read_with_a_warning(write_gguf: Write) -> No
     assert model_from_gguf(gguf.read(write_gguf(basic(), []))).shape_warning == ""
 
 
+RECORDED = Path(__file__).parent / "recorded" / "llama_cpp_architectures.txt"
+# What our llama.cpp knows and we plan as attention on every layer, saying so: a model whose blocks run in a loop, an encoder with
+# a decoder, speech. (What drafts, what codes sound and what sees is no language model, and refused.)
+NOT_KNOWN = {"nanbeige", "t5", "qwen3tts", "pockettts"}
+
+
+def test_what_llama_cpp_runs_is_known_refused_or_said_to_be_guessed(write_gguf: Write) -> None:
+    names = [name for line in RECORDED.read_text().splitlines()[1:] for name in line.split()]
+    said: dict[str, str] = {}
+    for name in names:
+        try:
+            said[name] = model_from_gguf(gguf.read(write_gguf(basic(name), []))).shape_warning
+        except BadHeaderError as error:
+            said[name] = str(error)
+    assert len(names) > 150
+    assert {name for name, what in said.items() if "attention on every layer" in what} == NOT_KNOWN
+
+
 def test_a_projector_is_not_a_language_model(write_gguf: Write) -> None:
     with pytest.raises(BadHeaderError, match="projector"):
         model_from_gguf(gguf.read(write_gguf({"general.architecture": "clip", "general.type": "mmproj"}, [])))

@@ -79,6 +79,8 @@ def published() -> list[tuple[Model, str, int]]:
         and not variant.repo.startswith("ornith-ai/Ornith-1.5-")
         # And these everything but the experts at Q8_0, whatever their name says.
         and not variant.repo.startswith("ggml-org/MiMo-V2.6-Flash-")
+        # Nor are these mixtures of llama.cpp's own: attention and shared experts have more bits.
+        and not variant.repo.startswith("AngelSlim/Hy3-")
         # What was trained for four bits is Q4_0 throughout, whatever its name says.
         and "-qat-" not in variant.repo
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -175,6 +176,19 @@ def test_a_file_on_this_disk_can_be_asked_about(smollm2: Path) -> None:
     (plan,) = body["plans"]
     assert plan["memory"]["weights_bytes"] == 96_576_768
     assert plan["fits"] == "yes"
+
+
+def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(smollm2: Path, tmp_path: Path) -> None:
+    with smollm2.open("rb") as file:
+        beginning = file.read(8 << 20)
+    foreign = tmp_path / "foreign.gguf"
+    foreign.write_bytes(
+        beginning.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0other").replace(b"llama.", b"other.")
+    )
+    os.truncate(foreign, smollm2.stat().st_size)
+    said = "the architecture 'other' is not known here"
+    assert said in " ".join(run("-m", str(foreign), "--device", "M2 16GB").split())
+    assert said not in " ".join(run("-m", str(smollm2), "--device", "M2 16GB").split())
 
 
 def test_pictures_are_written_where_asked(tmp_path: Path) -> None:

@@ -286,6 +286,7 @@ def model_table(model: Model, plans: Sequence[Plan], device: Device, *, installe
         *(_wrapped(f"tight: {TIGHT_MEANS}", further="  ") if any(p.fits == "tight" for p in plans) else ()),
         *_wrapped("speeds from " + first.decode_tok_s.basis, further="  "),
         *_caches(plans),
+        *_wrapped(model.shape_warning, further="  "),
         *_marks(plans, installed),
     ]
     return lines
