@@ -11,25 +11,25 @@ from localllm.device.machines import identify
 from localllm.device.parsers.linux import last_level_cache_bytes
 from localllm.device.probes import matrix_rate
 from localllm.device.probes.systems import read
-from localllm.device.types import Device, Figure, Readings
+from localllm.device.types import Device, Readings
 
 
-def detect(*, measure: bool = False, settled: bool = False) -> Device:
+def detect(*, measure: bool = False) -> Device:
     """This machine as the installed build of llama.cpp can use it: what plans are made for. As `hardware` does, but where
     that build has no use for the GPU, the Device is the processor, with a finding that says so; and of a processor `measure`
-    takes the rates of that build's matrix kernels as well (some seconds more). `settled`: without what was measured in busy
-    moments and is to be measured again."""
+    takes the rates of that build's matrix kernels as well (some seconds more). A plan must not go by the load: what was
+    measured in a busy moment, and is to be measured again, doesn't count."""
     readings = read(slow=measure)
-    found = from_readings(readings, measure=measure, settled=settled)
+    found = from_readings(readings, measure=measure, settled=True)
     if found.accelerator == "metal":
         return found
     build = in_use.build_here()
     processor = found
     if found.accelerator != "cpu" and build is not None and not build.failure and ggml.driven_by(found, build) == "cpu":
         readings = in_use.without_gpus(readings)
-        processor = from_readings(readings, measure=measure, settled=settled)
+        processor = from_readings(readings, measure=measure, settled=True)
     used = in_use.as_used(found, processor, build)
-    return with_matrix_rates(used, measure=measure, settled=settled)
+    return with_matrix_rates(used, measure=measure)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
@@ -45,14 +45,14 @@ def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
 def from_readings(
     readings: Readings, *, measure: bool = False, remeasure: bool = False, settled: bool = False
 ) -> Device:
-    """`detect` on readings taken already (doctor shares them)."""
+    """`hardware` on readings taken already (doctor shares them). `settled`: without figures of busy moments."""
     device = identify(readings)
-    known = bandwidth.SHELF.settled if settled else bandwidth.SHELF.cached
-    kept = known(paths.cache_dir(), _machine(device))
     if not measures_ram(device):
         return device
-    if remeasure or (measure and bandwidth.SHELF.due(paths.cache_dir(), _machine(device))):
-        kept = _measure(readings, device)
+    folder, machine = paths.cache_dir(), _machine(device)
+    if remeasure or (measure and bandwidth.SHELF.due(folder, machine)):
+        _measure(readings, device)
+    kept = bandwidth.SHELF.settled(folder, machine) if settled else bandwidth.SHELF.cached(folder, machine)
     return device if kept is None else _with_ram_bandwidth(identify(readings, kept), device)
 
 
@@ -61,10 +61,10 @@ def measures_ram(device: Device) -> bool:
     return device.kind != "unified" or device.bandwidth_gbps is None
 
 
-def _measure(readings: Readings, device: Device) -> Figure:
+def _measure(readings: Readings, device: Device) -> None:
     pool = device.host or device.memory
     taken = bandwidth.rates(available_bytes=pool.available_bytes, cache_bytes=last_level_cache_bytes(readings))
-    return bandwidth.SHELF.keep(paths.cache_dir(), _machine(device), taken)
+    bandwidth.SHELF.keep(paths.cache_dir(), _machine(device), taken)
 
 
 def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:
@@ -79,11 +79,10 @@ def with_matrix_rates(
     device: Device,
     *,
     measure: bool,
-    settled: bool = False,
     types: Sequence[str] = matrix_rate.TYPES,
 ) -> Device:
     """Where the processor computes: what the installed build's kernels make of matrices of these `types`, as kept or as
-    measured now (half a second a type)."""
+    measured now (half a second a type), in quiet alone."""
     build = in_use.identity() if device.accelerator == "cpu" else None
     if build is None:
         return device
@@ -92,7 +91,7 @@ def with_matrix_rates(
     taken = matrix_rate.measure(wanted) if wanted else None
     if taken is not None:
         matrix_rate.keep(folder, machine, taken)
-    return replace(device, matrix_rates=matrix_rate.cached(folder, machine, settled=settled))
+    return replace(device, matrix_rates=matrix_rate.settled(folder, machine))
 
 
 def _machine(device: Device) -> str:

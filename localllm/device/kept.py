@@ -86,13 +86,13 @@ class FigureFile:
         return self._figure(paths.read_json(folder / self.file_name).get(machine))
 
     def settled(self, folder: Path, machine: str) -> Figure | None:
-        """The figure kept for `machine` that later ones won't better: what a recommendation counts on, which must not go by the load."""
+        """The figure kept for `machine` that later ones won't better: what plans count on, which must not go by the load."""
         return None if self.due(folder, machine) else self.cached(folder, machine)
 
-    def beginning_with(self, folder: Path, start: str, *, settled: bool = False) -> dict[str, Figure]:
-        """The figures of every machine whose name begins so, by the rest of the name; of `settled` ones, those alone."""
+    def settled_of(self, folder: Path, start: str) -> dict[str, Figure]:
+        """The `settled` figures of every machine whose name begins so, by the rest of the name."""
         found = {name.removeprefix(start): self._figure(entry) for name, entry in paths.read_json(folder / self.file_name).items()
-                 if name.startswith(start) and not (settled and 0 < _tries(entry) < _MOST_TRIES)}  # fmt: skip
+                 if name.startswith(start) and not 0 < _tries(entry) < _MOST_TRIES}  # fmt: skip
         return {rest: figure for rest, figure in found.items() if figure is not None}
 
     def due(self, folder: Path, machine: str) -> bool:

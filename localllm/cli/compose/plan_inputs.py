@@ -174,8 +174,7 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
 
     if name is not None:
         return resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
-    # With what was timed here in quiet: an answer waits for no timing (`pull` and `device --measure` do), nor goes by load.
-    return overridden(detect(settled=True), memory_gb=memory, bandwidth_gbps=bandwidth)
+    return overridden(detect(), memory_gb=memory, bandwidth_gbps=bandwidth)
 
 
 def machine_of(name: str | None, memory_gb: float | None, catalog: Catalog) -> tuple[Device, Overrides]:

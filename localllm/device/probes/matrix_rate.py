@@ -96,8 +96,9 @@ def keep(folder: Path, machine: str, taken: Measurements) -> None:
     )
 
 
-def cached(folder: Path, machine: str, *, settled: bool = False) -> tuple[TypeRates, ...]:
-    known = _SHELF.beginning_with(folder, f"{machine} | ", settled=settled)
+def settled(folder: Path, machine: str) -> tuple[TypeRates, ...]:
+    """The rates kept for `machine` (with its build) that later ones won't better."""
+    known = _SHELF.settled_of(folder, f"{machine} | ")
     found: list[TypeRates] = []
     for name in dict.fromkeys(key.split()[0] for key in known):
         stored, laid_out = (_rates(known, name, layout) for layout in _LAYOUTS)
