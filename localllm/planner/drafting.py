@@ -29,7 +29,7 @@ _HEADS_LENGTHS = (1, 2, 3, 4)
 COMPANION_ACCEPTANCE = (0.4, 0.65, 0.85)
 COMPANION_LENGTHS = (1, 2, 3, 5, 8)
 COMPANION_BASIS = "drafter accepted at 40 to 85% a token, assumed; not measured here"
-HEADS_BASIS = "heads accepted at 64 to 95% a token as published of Qwen3.8-27B; not measured here"
+HEADS_BASIS = "heads accepted at 64 to 95% a token, prose to code, as published of Qwen3.8-27B{runs}; not measured here"
 
 
 def edit_gain(device: Device, plan: Plan) -> float | None:
@@ -67,10 +67,13 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     guess = min(1.0, output / max(1, read) + 1 / len(model.layers))
     lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]
     steps = _steps(device, plan, lengths)
+    # What loses is left alone.
     low, value, high = (
-        max(speed.speculation_gain(a, n, guess, step) for n, step in steps.items()) for a in HEADS_ACCEPTANCE
+        max(1.0, *(speed.speculation_gain(a, n, guess, step) for n, step in steps.items())) for a in HEADS_ACCEPTANCE
     )
-    return Range(value, low, high, HEADS_BASIS)
+    _, n_runs = speed.row_share(device, plan.variant)
+    runs = f", {n_runs} of the runs on such machines" if n_runs and plan.model.experts is None else ""
+    return Range(value, low, high, HEADS_BASIS.format(runs=runs))
 
 
 def companion_gain(device: Device, plan: Plan) -> Range | None:

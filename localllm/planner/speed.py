@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost, ranges
@@ -79,16 +80,21 @@ def _basis(
     n_cards: int,
 ) -> tuple[str, float]:
     """What a prediction of that law rests on, and its standard deviation in ln."""
-    table = efficiency.load()[law]
-    key, n = table.nearest(hardware.keys)
-    kind = "MoE" if model.experts is not None else "dense"
     asked = ranges.strata(model, variant, hardware.keys, depth=depth, kv_type=settings.kv_type, n_cards=n_cards)
-    spread = ranges.width(table.width, (*asked, *ranges.evidence(table.rows, hardware.keys))) / _Z
+    kind = "MoE" if model.experts is not None else "dense"
+    n, part, spread = _evidence(law, hardware.keys, asked)
     if n == 0:
-        return f"formula: no {hardware.engine} measurement of this kind of machine, {kind}", max(
-            spread, _NO_ROWS_SPREAD
-        )
-    return f"table: {key.removeprefix('part:')} × {kind}, n={n}", spread
+        return f"formula: no {hardware.engine} measurement of this kind of machine, {kind}", spread
+    return f"table: {part} × {kind}, n={n}", spread
+
+
+@lru_cache(maxsize=4096)
+def _evidence(law: str, keys: tuple[str, ...], asked: tuple[str, ...]) -> tuple[int, str, float]:
+    """How many rows of that law there are of a part with these keys, the part, and the standard deviation in ln."""
+    table = efficiency.load()[law]
+    key, n = table.nearest(keys)
+    spread = ranges.width(table.width, (*asked, *ranges.evidence(table.rows, keys))) / _Z
+    return n, key.removeprefix("part:"), spread if n else max(spread, _NO_ROWS_SPREAD)
 
 
 def _range(value: float, spread: float, basis: str) -> Range:
@@ -384,10 +390,26 @@ def draft_gain(device: Device, target: tuple[Model, Variant], draft: tuple[Model
     return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, small, verify)
 
 
-# What every further token of one sequence adds to a step of a GPU, as a share of the step: Qwen3.6- and Qwen3.8-27B with
-# their own heads, two to seven tokens at a time (github.com/sudoingX/qwen38-mtp, ggml-org/llama.cpp#22673), come out at
-# 0.04 (Strix Halo), 0.07 (RTX 5090), 0.1 (GB10), 0.13 (A10G) and 0.2 (an RTX 3090 held to 250 W).
+# What every further token of one sequence adds to a step of a GPU, as a share of the step, by the kind of machine: what leaves of
+# the published runs of Qwen3.8-27B with its own heads (github.com/sudoingX/qwen38-mtp, two to four tokens at a time, code and
+# prose apart where they are told apart), at the acceptance of `drafting`, the runs' number beside it. Apple's GPUs gain next to
+# nothing: a step over three tokens takes them 2.4 times as long as one. Where nobody ran it, or the runs disagree (Ada: 0.13 in five
+# of these, less in ggml-org/llama.cpp#22673), the middle of the others.
+_ROW_SHARES = {
+    "metal": (0.65, 2), "nvidia-blackwell.cuda": (0.06, 14), "nvidia-ampere.cuda": (0.2, 10),
+    "nvidia-turing.cuda": (0.29, 1), "nvidia-pascal.cuda": (0.13, 2), "amd-rdna3.vulkan": (0.03, 2),
+    "amd-strix-halo.vulkan": (0.04, 1), "amd-strix-halo.rocm": (0.04, 2), "amd-rdna4.vulkan": (0.09, 1),
+    "amd-rdna4.rocm": (0.17, 2), "amd-apu.vulkan": (0.02, 1),
+}  # fmt: skip
 _ROW_SHARE = 0.1
+
+
+def row_share(device: Device, variant: Variant) -> tuple[float, int]:
+    """What a further token of one sequence adds to a step, as a share of it, and how many published runs say so (0: assumed)."""
+    keys = decode_cost.hardware_of(device, backend_of(variant).name).keys
+    return next((_ROW_SHARES[key] for key in reversed(keys) if key in _ROW_SHARES), (_ROW_SHARE, 0))
+
+
 # The same of mixtures, whose kernels and routing take the row as it comes until most experts are read anyway: published
 # gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40) and 1.26 (Step-3.5-Flash, MI50s; ggml-org/llama.cpp#23274).
 _MIXTURE_ROW_SHARE = 0.4
@@ -402,10 +424,11 @@ def verify_ratios(
     one = _step(device, model, variant, settings)
     if decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu":
         return [_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s for n in rows]
-    read = streamed(model, variant)
+    read, (share, _) = streamed(model, variant), row_share(device, variant)
     routed = one.routed_s / one.total_s / max(1, read.routed_bytes)
     if not read.routed_bytes:
-        return [1 + (n - 1) * _ROW_SHARE for n in rows]
+        return [1 + (n - 1) * share for n in rows]
     more = [(read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows]
-    filled = [_MIXTURE_ROW_SHARE + (n - 1) * _ROW_SHARE + extra for n, extra in zip(rows, more, strict=True)]
-    return [1 + min((n - 1) * _MIXTURE_ROW_SHARE, most) for n, most in zip(rows, filled, strict=True)]
+    first = max(_MIXTURE_ROW_SHARE, share)
+    filled = [first + (n - 1) * share + extra for n, extra in zip(rows, more, strict=True)]
+    return [1 + min((n - 1) * first, most) for n, most in zip(rows, filled, strict=True)]

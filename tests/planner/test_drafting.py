@@ -53,9 +53,17 @@ def test_only_a_model_with_heads_on_an_engine_that_runs_them_is_told_so() -> Non
     assert drafting.heads_gain(device, planned("M4 Max 128GB", "qwen3-8b")) is None
     files = next(v for v in MODELS["qwen3.6-27b"].variants if v.format == "mlx")
     assert drafting.heads_gain(device, plan_for(device, MODELS["qwen3.6-27b"], files, Workload())) is None
-    said = recommend(device, [MODELS["qwen3.6-27b"]], Workload(), limit=1).plans[0]
+    said = recommend(resolve("RTX 4090"), [MODELS["qwen3.6-27b"]], Workload(), limit=1).plans[0]
     if said.backend == "llamacpp":
         assert any(r.startswith("with --draft mtp (its own heads") for r in said.reasons)
+
+
+@pytest.mark.parametrize("machine", ["M4 Max 128GB", "M3 Ultra 256GB"])
+def test_apples_gpus_are_promised_no_more_of_heads_than_they_were_measured_at(machine: str) -> None:
+    gain = drafting.heads_gain(resolve(machine), planned(machine, "qwen3.8-27b"))
+    assert gain is not None
+    assert gain.low == 1.0
+    assert gain.high < 1.3
 
 
 def test_heads_that_are_loaded_count_in_the_rank_and_are_explained() -> None:
