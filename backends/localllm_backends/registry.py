@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from localllm_backends.declaration import Declaration
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from localllm_backends.contract import BackendType
 
 GROUP = "localllm.backends"
@@ -18,19 +20,22 @@ NONE = Declaration("", "no engine", ())
 
 
 @cache
-def names() -> tuple[str, ...]:
-    """Registered backends, in order, without importing any."""
+def points() -> tuple[EntryPoint, ...]:
+    """The entry points of the group: finding them reads the metadata of all that is installed."""
     from importlib.metadata import entry_points
 
-    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+    return tuple(entry_points(group=GROUP))
+
+
+def names() -> tuple[str, ...]:
+    """Registered backends, in order, without importing any."""
+    return tuple(sorted({point.name for point in points()}))
 
 
 @cache
 def named(name: str) -> BackendType | None:
     """The backend registered under `name`; None if there is none."""
-    from importlib.metadata import entry_points
-
-    point = next((point for point in entry_points(group=GROUP) if point.name == name), None)
+    point = next((point for point in points() if point.name == name), None)
     if point is None:
         return None
     found: BackendType = point.load()

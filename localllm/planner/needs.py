@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from localllm.planner.types import Plan, Workload
 from localllm_catalog.types import Model, Purpose
@@ -43,6 +44,7 @@ NEEDS: dict[Purpose, Need] = {
 }
 
 
+@lru_cache(maxsize=256)
 def need_of(workload: Workload) -> Need:
     """The purpose's need with what the person stated laid over it."""
     need = NEEDS[workload.purpose]

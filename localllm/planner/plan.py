@@ -5,9 +5,11 @@ The settings are made here and nowhere else, and travel whole: memory, speed, an
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from localllm.device.types import Device
 from localllm.planner import (
@@ -90,6 +92,11 @@ def default_slots(model: Model, parallel: int = 1) -> int:
     return max(_SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS, parallel)
 
 
+def usual_batch(device: Device) -> int:
+    """Tokens of one step where nothing says that more pay."""
+    return CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH
+
+
 def context_for(model: Model, workload: Workload) -> int:
     """Tokens to serve: what was asked, else the purpose's default within the model's native context, × parallel."""
     wanted = workload.context or min(needs.NEEDS[workload.purpose].context, model.native_context or 8192)
@@ -106,7 +113,7 @@ def settings_for(
         n_ctx=context_for(model, workload),
         slots=slots,
         spare=memory.spare_sequences(model, variant, heads=drafter.reads_along),
-        n_batch=CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH,
+        n_batch=usual_batch(device),
         n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
         n_rewind=memory.rewind_for(model, drafter) if backend_of(variant).snapshots else 0,
         drafter=drafter,
@@ -167,123 +174,6 @@ _Settled = tuple[RunSettings, MemoryNeed, Fits]
 _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 
 
-def _whole(device: Device, model: Model, variant: Variant, settings: RunSettings, offload: OffloadOptions) -> _Settled:
-    """`settings` whole on their cards, and whether they fit there."""
-    used = places.used(device, settings.placement)
-    tried = placing.over_cards(used, model, variant, offload.over(settings))
-    need = memory.need(model, variant, tried, used)
-    return tried, need, verdict(used, need, split=tried.placement.is_split and device.kind == "discrete")
-
-
-def _best(
-    device: Device,
-    model: Model,
-    variant: Variant,
-    by_kv_type: Sequence[RunSettings],
-    purpose: Need,
-    offload: OffloadOptions,
-    planned: Callable[[_Settled], Plan],
-    read: Callable[[Plan], Plan],
-) -> Plan | None:
-    """Of all ways `settings` fit, the plan that has the best score, of several cards the fastest that are free: with each KV type,
-    whole on each choice of cards, or divided with system memory, each with the steps that it is best `read` in. None where
-    none fits.
-
-    They are looked at in the order of what they could be at best: with room to spare, nothing in system memory, and prompts
-    in steps that cost no points. What is behind the best so far is not looked at."""
-    free = offload.tensor_split is None and by_kv_type[0].placement.split_mode == "layer"
-    chosen = placing.choices(device) if free else ((),)
-    splits = device.kind == "discrete" and device.host is not None and backend_of(variant).splits
-    ways: list[tuple[Plan, Plan, RunSettings, bool]] = []
-
-    def rank(plan: Plan) -> tuple[float, float, float]:
-        if len(chosen) == 1:
-            return 0, plan.score, plan.decode_tok_s.value
-        return (
-            placing.is_free(places.used(device, plan.settings.placement), plan.memory),
-            plan.decode_tok_s.value,
-            plan.score,
-        )
-
-    for cards in chosen:
-        kinds = [settings.placed(cards=cards) if cards else settings for settings in by_kv_type]
-        top = planned((kinds[0], _UNKNOWN, "yes"))
-        saved = 0.0 if device.accelerator == "cpu" else needs.prompt_lost(top, purpose)
-        for way, divided in [(way, False) for way in kinds] + [(kinds[min(1, len(kinds) - 1)], True)] * splits:
-            cost = quality.kv_cost(way.kv_type) - quality.kv_cost(kinds[0].kv_type) + divided * SPLIT_COST
-            ways.append((replace(top, score=top.score + saved - cost), top, way, divided))
-    best: Plan | None = None
-    for most, top, way, divided in sorted(ways, key=lambda one: (not one[3], rank(one[0])), reverse=True):
-        if best is not None and rank(most) <= rank(best):
-            continue
-        if divided:
-            found = placing.best_split(device, model, variant, way, offload)
-            if found is None:
-                continue
-            plan = planned((found, memory.need(model, variant, found, device), "split"))
-        else:
-            settled = _whole(device, model, variant, way, offload)
-            if settled[2] == "no":
-                continue
-            plan = _held(top, settled, purpose) if settled[0].placement == top.settings.placement else planned(settled)
-        best = max((best or plan, read(plan)), key=rank)
-    return best
-
-
-def _held(top: Plan, settled: _Settled, purpose: Need) -> Plan:
-    """`top`, which lies in the same places and answers as fast, as it was `settled`."""
-    settings, need, fits = settled
-    cost = quality.kv_cost(settings.kv_type) - quality.kv_cost(top.settings.kv_type)
-    plan = replace(top, settings=settings, memory=need, fits=fits, quality=top.quality - cost)
-    return replace(plan, score=score(plan, purpose))
-
-
-def _in_larger_steps(
-    device: Device,
-    model: Model,
-    variant: Variant,
-    settled: _Settled,
-    prompt_tokens: int,
-    offload: OffloadOptions,
-) -> _Settled:
-    """What was `settled`, with a larger micro-batch where that pays for such a prompt and changes nothing else; of a
-    mixture that is divided, experts may make room for it as long as an answer comes about as fast."""
-    settings, need, fits = settled
-    device = places.used(device, settings.placement)
-    if fits == "yes":
-        return (*with_larger_micro_batch(device, model, variant, settings, need, prompt_tokens), "yes")
-    if fits != "split" or model.experts is None or not offload.is_free:
-        return settled
-    rate = speed.decode(device, model, variant, settings).value
-    for size in larger_micro_batches(device, model, variant, settings, prompt_tokens):
-        start = replace(settings.placed(experts_on_host=0, tensor_split=()), n_batch=size)
-        found = placing.best_split(device, model, variant, start, offload)
-        if found is not None and speed.decode(device, model, variant, found).value >= _AS_FAST * rate:
-            return found, memory.need(model, variant, found, device), "split"
-    return settled
-
-
-def _pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettings:
-    """`settings` with weights that are read where CUDA has part of them in system memory and that is free: llama.cpp then keeps them
-    in pinned buffers, which prompts' steps are copied to the card from faster than from a mapped file (it says so itself,
-    src/llama-model-loader.cpp; where the driver pins no more it takes ordinary memory)."""
-    usual = settings.placement.weights == USUAL.placement.weights
-    if (
-        device.accelerator != "cuda"
-        or device.host is None
-        or not usual
-        or need.host_bytes > device.host.available_bytes
-    ):
-        return settings
-    return settings.placed(weights="read")
-
-
-def _kv_types(device: Device, variant: Variant, workload: Workload, overrides: Overrides) -> tuple[str, ...]:
-    """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its own groups."""
-    mixed = backend_of(variant).mixed_kv and device.accelerator == "cpu"
-    return quality.ladder(workload.purpose, overrides.kv_evidence, mixed=mixed)
-
-
 def max_context(device: Device, plan: Plan) -> int:
     """The longest context, in tokens, that fits the hard limit with this plan's settings (0 = not even 256)."""
     ways = [plan.settings]
@@ -321,115 +211,255 @@ def plan_for(
     score depends on, for choosing between files: `decode_tok_s_full` is then that of an empty context, and steps are larger
     only where prompts cost points.
     """
-    wanted = settings_for(device, model, variant, workload, overrides)
-    types = (overrides.kv_type,) if overrides.kv_type else _kv_types(device, variant, workload, overrides)
-    types = tuple(k for k in types if memory.kv_type_allowed(model, k, backend_of(variant))) or ("f16",)
-    purpose, offload = needs.need_of(workload), overrides.offload
-    prompt = min(purpose.prompt_tokens, wanted.n_ctx // max(1, workload.parallel))
-
-    def larger(settled: _Settled) -> _Settled:
-        return _in_larger_steps(device, model, variant, settled, prompt, offload)
-
-    def planned(settled: _Settled, *, rough: bool = True) -> Plan:
-        return _planned(device, model, variant, settled, workload, overrides, rough=rough)
-
-    def read(plan: Plan) -> Plan:
-        if device.accelerator == "cpu" or not needs.prompt_lost(plan, purpose):
-            return plan
-        settled = larger((plan.settings, plan.memory, plan.fits))
-        return plan if settled[0] == plan.settings else max(plan, planned(settled), key=lambda p: p.score)
-
-    best = _best(device, model, variant, [wanted.with_kv_type(k) for k in types], purpose, offload, planned, read)
-    if best is None:
-        tried = offload.over(wanted.with_kv_type(types[0]))
-        return planned((tried, memory.need(model, variant, tried, device), "no"), rough=rough)
-    if rough:
-        return best
-    settled = best.settings, best.memory, best.fits
-    return planned(larger(settled) if best.settings.n_batch == wanted.n_batch else settled, rough=False)
+    run = _Run.of(device, model, variant, workload, overrides)
+    wanted, kv_types = settings_for(device, model, variant, workload, overrides), run.kv_types()
+    plan = run.best(wanted, kv_types)
+    if plan is None:
+        tried = overrides.offload.over(wanted.with_kv_type(kv_types[0]))
+        plan = run.planned((tried, memory.need(model, variant, tried, device), "no"))
+    return plan if rough else run.finished(plan)
 
 
-def _planned(
-    device: Device,
-    model: Model,
-    variant: Variant,
-    settled: _Settled,
-    workload: Workload,
-    overrides: Overrides,
-    *,
-    rough: bool,
-) -> Plan:
-    """The Plan of what was `settled`, with its speeds and its score."""
-    settings, need, fits = settled
-    if fits == "split" and not rough:
-        settings = _pinned(device, settings, need)
-    speeds = _speeds(device, model, variant, settings, workload, overrides.measured, rough=rough)
-    rating = quality.rate(model, workload.purpose)
-    lost = quality.format_cost(model, variant) + quality.kv_cost(settings.kv_type)
-    second = settings.drafter.second
-    plan = Plan(
-        model=model,
-        variant=variant,
-        settings=settings,
-        fits=fits,
-        memory=need,
-        decode_tok_s=speeds.decode,
-        decode_tok_s_full=speeds.full,
-        prefill_tok_s=speeds.prefill,
-        ttft_s=speeds.ttft,
-        ttft_cached_s=speeds.cached,
-        load_s=speed.load_time(variant),
-        quality=round(rating.points - lost, 2),
-        quality_basis=rating.basis,
-        quality_spread=rating.spread,
-        is_rated=rating.is_evidence,
-        makers_own=rating.makers_own,
-        kv_bytes_per_1k=memory.kv_bytes_per_1k_tokens(model, settings.kv_type),
-        kv_why=quality.why(settings.kv_type, workload.purpose, overrides.kv_evidence),
-        draft_gain=speed.draft_gain(device, (model, variant), second) if second is not None else 1.0,
-    )
-    drafted = drafting.for_purpose(device, plan, workload)
-    plan = plan if drafted is None else replace(plan, drafting=drafted)
-    return replace(plan, score=score(plan, needs.need_of(workload)))
+def finished(device: Device, plan: Plan, workload: Workload, overrides: Overrides = NOTHING_FIXED) -> Plan:
+    """The plan that `plan_for` makes, of its rough one."""
+    return _Run.of(device, plan.model, plan.variant, workload, overrides).finished(plan)
 
 
 @dataclass(frozen=True, slots=True)
-class _Speeds:
-    decode: Range
-    full: Range
-    prefill: Range
-    ttft: Range
-    cached: Range | None
+class _Run:
+    """A file, the machine it is to run on, and what for: what every way of running it is planned from. `request_tokens`: the
+    context of one request; `prompt_tokens`: of that its prompt."""
+
+    device: Device
+    model: Model
+    variant: Variant
+    workload: Workload
+    overrides: Overrides
+    purpose: Need
+    request_tokens: int
+    prompt_tokens: int
+
+    @classmethod
+    def of(cls, device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides) -> _Run:
+        purpose, tokens = needs.need_of(workload), context_for(model, workload) // max(1, workload.parallel)
+        prompt = min(purpose.prompt_tokens, tokens)
+        return cls(device, model, variant, workload, overrides, purpose, tokens, prompt)
+
+    def finished(self, plan: Plan) -> Plan:
+        """`plan`, which is rough, with its speed in a full context, and in larger steps where those pay."""
+        settled = plan.settings, plan.memory, plan.fits
+        may_grow = plan.fits != "no" and plan.settings.n_batch == usual_batch(self.device)
+        return self.planned(self.larger(settled) if may_grow else settled, rough=False)
+
+    def kv_types(self) -> tuple[str, ...]:
+        """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its own groups."""
+        backend = backend_of(self.variant)
+        types: tuple[str, ...] = (self.overrides.kv_type,)
+        if not self.overrides.kv_type:
+            mixed = backend.mixed_kv and self.device.accelerator == "cpu"
+            types = quality.ladder(self.workload.purpose, self.overrides.kv_evidence, mixed=mixed)
+        return tuple(k for k in types if memory.kv_type_allowed(self.model, k, backend)) or ("f16",)
+
+    def best(self, wanted: RunSettings, kv_types: Sequence[str]) -> Plan | None:
+        """Of all ways these settings fit, the plan that has the best score, of several cards the fastest that are free: with each
+        KV type, whole on each choice of cards, or divided with system memory, each with the steps that its prompts are best
+        read in. None where none fits.
+
+        They are looked at in the order of what they could be at best: with room to spare, nothing in system memory, and prompts
+        in steps that cost no points. What is behind the best so far is not looked at."""
+        device, purpose = self.device, self.purpose
+        wanted = wanted.with_kv_type(kv_types[0])
+        free = self.overrides.offload.tensor_split is None and wanted.placement.split_mode == "layer"
+        chosen = placing.choices(device) if free else ((),)
+        splits = device.kind == "discrete" and device.host is not None and backend_of(self.variant).splits
+
+        def rank(plan: Plan, points: float) -> tuple[float, float, float]:
+            if len(chosen) == 1:
+                return 0, points, plan.decode_tok_s.value
+            is_free = placing.is_free(places.used(device, plan.settings.placement), plan.memory)
+            return is_free, plan.decode_tok_s.value, points
+
+        ways: list[tuple[bool, tuple[float, float, float], Plan, str]] = []
+        costs = [quality.kv_cost(kv_type) - quality.kv_cost(kv_types[0]) for kv_type in kv_types]
+        for cards in chosen:
+            top = self.planned((wanted.placed(cards=cards) if cards else wanted, _UNKNOWN, "yes"))
+            most = top.score + (0.0 if device.accelerator == "cpu" else needs.prompt_lost(top, purpose))
+            ways += [(True, rank(top, most - cost), top, k) for k, cost in zip(kv_types, costs, strict=True)]
+            if splits:
+                at = min(1, len(kv_types) - 1)
+                ways.append((False, rank(top, most - costs[at] - SPLIT_COST), top, kv_types[at]))
+        best: Plan | None = None
+        for is_whole, most_rank, top, kv_type in sorted(ways, key=lambda way: way[:2], reverse=True):
+            if best is not None and most_rank <= rank(best, best.score):
+                continue
+            way = top.settings.with_kv_type(kv_type)
+            settled = self.whole(way) if is_whole else self.divided(way)
+            if settled is None or settled[2] == "no":
+                continue
+            alike = is_whole and settled[0].placement == top.settings.placement
+            plan = self.held(top, settled) if alike else self.planned(settled)
+            best = max(best or plan, self.read(plan), key=lambda p: rank(p, p.score))
+        return best
+
+    def whole(self, settings: RunSettings) -> _Settled:
+        """`settings` whole on their cards, and whether they fit there."""
+        used = places.used(self.device, settings.placement)
+        tried = placing.over_cards(used, self.model, self.variant, self.overrides.offload.over(settings))
+        need = memory.need(self.model, self.variant, tried, used)
+        return tried, need, verdict(used, need, split=tried.placement.is_split and self.device.kind == "discrete")
+
+    def divided(self, settings: RunSettings) -> _Settled | None:
+        """`settings` divided with system memory as is fastest; None where nothing fits."""
+        found = placing.best_split(self.device, self.model, self.variant, settings, self.overrides.offload)
+        return None if found is None else (found, memory.need(self.model, self.variant, found, self.device), "split")
+
+    def held(self, top: Plan, settled: _Settled) -> Plan:
+        """`top`, which lies in the same places and answers as fast, as it was `settled`."""
+        settings, need, fits = settled
+        cost = quality.kv_cost(settings.kv_type) - quality.kv_cost(top.settings.kv_type)
+        plan = replace(top, settings=settings, memory=need, fits=fits, quality=top.quality - cost)
+        same = fits == "yes" and not cost and not need.cards_bytes
+        return plan if same else replace(plan, score=score(plan, self.purpose))
+
+    def read(self, plan: Plan) -> Plan:
+        """`plan`, or the better one with larger steps where waiting for its prompts costs points."""
+        if self.device.accelerator == "cpu" or not needs.prompt_lost(plan, self.purpose):
+            return plan
+        settled = self.larger((plan.settings, plan.memory, plan.fits))
+        return plan if settled[0] == plan.settings else max(plan, self.planned(settled), key=lambda p: p.score)
+
+    def larger(self, settled: _Settled) -> _Settled:
+        """What was `settled`, with a larger micro-batch where that pays for such a prompt and changes nothing else; of a
+        mixture that is divided, experts may make room for it as long as an answer comes about as fast."""
+        settings, _, fits = settled
+        if fits == "yes":
+            return self.in_larger_steps(settled)
+        if fits != "split" or self.model.experts is None or not self.overrides.offload.is_free:
+            return settled
+        rate = self.decode_tok_s(settings)
+        for size in self.micro_batches(settings):
+            found = self.divided(replace(settings.placed(experts_on_host=0, tensor_split=()), n_batch=size))
+            if found is not None and self.decode_tok_s(found[0]) >= _AS_FAST * rate:
+                return found
+        return settled
+
+    def decode_tok_s(self, settings: RunSettings) -> float:
+        """What the laws alone say of it."""
+        return speed.decode(self.device, self.model, self.variant, settings).value
+
+    def in_larger_steps(self, settled: _Settled) -> _Settled:
+        """What fits with room to spare, with the largest micro-batch that pays and takes little; as it is where none does."""
+        settings, need, fits = settled
+        used = places.used(self.device, settings.placement)
+        sizes = [(n, _SHARE_OF_MEMORY) for n in self.micro_batches(settings)]
+        if used.accelerator != "cpu" and backend_of(self.variant).buffers == "grown":
+            most = min(self.prompt_tokens, int(settings.n_ctx * _SHARE_OF_CONTEXT))
+            sizes += [(n, _NEXT_TO_NOTHING) for n in (2048, 1024) if settings.n_batch < n <= most]
+        for size, share in sizes:
+            tried = replace(settings, n_batch=size)
+            taken = memory.need(self.model, self.variant, tried, used)
+            if taken.total_bytes - need.total_bytes <= share * need.limit_bytes and verdict(used, taken) == "yes":
+                return tried, taken, fits
+        return settled
+
+    def micro_batches(self, settings: RunSettings) -> Sequence[int]:
+        """Micro-batches larger than `settings` has that pay for such a prompt, the largest first.
+
+        A micro-batch reads all weights once: the more tokens share that, the faster is prefill, and the larger are a step's
+        buffers. A processor is bound by arithmetic long before."""
+        device = places.used(self.device, settings.placement)
+        if device.accelerator == "cpu":
+            return ()
+        hardware = decode_cost.hardware_of(device, backend_of(self.variant).name)
+        is_arc = device.accelerator == "vulkan" and re.search(r"\barc\b", f"{device.name} {device.match}".lower())
+        most = min(self.prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT, _MOST_ON_ARC if is_arc else math.inf)
+
+        def token_s(size: int) -> float:
+            return prefill_cost.prefill_terms(
+                self.model, self.variant, hardware, prompt_tokens=self.prompt_tokens, n_batch=size
+            ).total_s
+
+        found: list[int] = []
+        held = token_s(settings.n_batch)
+        for size in MICRO_BATCHES:
+            if settings.n_batch < size <= most:
+                each = token_s(size)
+                if held < each * _PAYS:
+                    break
+                found.insert(0, size)
+                held = each
+        return found
+
+    def planned(self, settled: _Settled, *, rough: bool = True) -> Plan:
+        """The Plan of what was `settled`, with its speeds and its score."""
+        settings, need, fits = settled
+        model, variant, workload = self.model, self.variant, self.workload
+        if fits == "split" and not rough:
+            settings = _pinned(self.device, settings, need)
+        rating = quality.rate(model, workload.purpose)
+        lost = quality.format_cost(model, variant) + quality.kv_cost(settings.kv_type)
+        second = settings.drafter.second
+        plan = Plan(
+            model=model,
+            variant=variant,
+            settings=settings,
+            fits=fits,
+            memory=need,
+            **self.speeds(settings, rough=rough),
+            load_s=speed.load_time(variant),
+            quality=round(rating.points - lost, 2),
+            quality_basis=rating.basis,
+            quality_spread=rating.spread,
+            is_rated=rating.is_evidence,
+            makers_own=rating.makers_own,
+            kv_bytes_per_1k=memory.kv_bytes_per_1k_tokens(model, settings.kv_type),
+            kv_why=quality.why(settings.kv_type, workload.purpose, self.overrides.kv_evidence),
+            draft_gain=speed.draft_gain(self.device, (model, variant), second) if second is not None else 1.0,
+        )
+        drafted = drafting.for_purpose(self.device, plan, workload)
+        plan = plan if drafted is None else replace(plan, drafting=drafted)
+        return replace(plan, score=score(plan, self.purpose))
+
+    def speeds(self, settings: RunSettings, *, rough: bool) -> _Speeds:
+        """Decode with the context empty and full, prefill, and the wait for the first token with and without a cache."""
+        run, measured = (self.device, self.model, self.variant, settings), self.overrides.measured
+        decode = speed.decode(*run, measured=measured)
+        full = decode if rough else speed.decode(*run, depth=self.request_tokens, measured=measured)
+        prompt, cached = self.prompt_tokens, self.purpose.cached_tokens
+        usual = speed.prefill(*run, prompt_tokens=min(_PREFILL_PROMPT_TOKENS, prompt), measured=measured)
+        over_prompt = usual
+        if prompt > _PREFILL_PROMPT_TOKENS:
+            over_prompt = speed.prefill(*run, prompt_tokens=prompt, measured=measured)
+        return {
+            "decode_tok_s": decode,
+            "decode_tok_s_full": full,
+            "prefill_tok_s": usual,
+            "ttft_s": speed.ttft(over_prompt, decode, prompt),
+            "ttft_cached_s": speed.ttft(over_prompt, decode, prompt, cached_tokens=cached) if cached else None,
+        }
 
 
-def _speeds(
-    device: Device,
-    model: Model,
-    variant: Variant,
-    settings: RunSettings,
-    workload: Workload,
-    measured: Sequence[Measured],
-    *,
-    rough: bool,
-) -> _Speeds:
-    """Decode with the context empty and full, prefill, and the wait for the first token with and without a cache."""
-    purpose = needs.need_of(workload)
-    per_request = settings.n_ctx // max(1, workload.parallel)
-    prompt = min(purpose.prompt_tokens, per_request)
-    decode = speed.decode(device, model, variant, settings, measured=measured)
-    full = decode
-    if not rough:
-        full = speed.decode(device, model, variant, settings, depth=per_request, measured=measured)
+class _Speeds(TypedDict):
+    decode_tok_s: Range
+    decode_tok_s_full: Range
+    prefill_tok_s: Range
+    ttft_s: Range
+    ttft_cached_s: Range | None
 
-    def prefill(tokens: int) -> Range:
-        return speed.prefill(device, model, variant, settings, prompt_tokens=tokens, measured=measured)
 
-    usual = prefill(min(_PREFILL_PROMPT_TOKENS, prompt))
-    over_prompt = prefill(prompt) if prompt > _PREFILL_PROMPT_TOKENS else usual
-    cached = None
-    if purpose.cached_tokens:
-        cached = speed.ttft(over_prompt, decode, prompt, cached_tokens=purpose.cached_tokens)
-    return _Speeds(decode, full, usual, speed.ttft(over_prompt, decode, prompt), cached)
+def _pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettings:
+    """`settings` with weights that are read where CUDA has part of them in system memory and that is free: llama.cpp then keeps them
+    in pinned buffers, which prompts' steps are copied to the card from faster than from a mapped file (it says so itself,
+    src/llama-model-loader.cpp; where the driver pins no more it takes ordinary memory)."""
+    usual = settings.placement.weights == USUAL.placement.weights
+    if (
+        device.accelerator != "cuda"
+        or device.host is None
+        or not usual
+        or need.host_bytes > device.host.available_bytes
+    ):
+        return settings
+    return settings.placed(weights="read")
 
 
 MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)
@@ -443,53 +473,3 @@ _MOST_ON_ARC = 1024
 # Where buffers grow as steps need them, what takes no more than this for a moment need not pay: each step costs a pause, which a
 # small model on a fast device feels.
 _NEXT_TO_NOTHING = 1 / 100
-
-
-def larger_micro_batches(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, prompt_tokens: int
-) -> Sequence[int]:
-    """Micro-batches larger than `settings` has that pay for a prompt of so many tokens on `device`, the largest first.
-
-    A micro-batch reads all weights once: the more tokens share that, the faster is prefill, and the larger are a step's
-    buffers. A processor is bound by arithmetic long before."""
-    if device.accelerator == "cpu":
-        return ()
-    hardware = decode_cost.hardware_of(device, backend_of(variant).name)
-    held = prefill_cost.prefill_terms(
-        model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=settings.n_batch
-    ).total_s
-    found: list[int] = []
-    for size in MICRO_BATCHES:
-        if size <= settings.n_batch:
-            continue
-        if (
-            size > _MOST_ON_ARC
-            and device.accelerator == "vulkan"
-            and re.search(r"\barc\b", f"{device.name} {device.match}".lower())
-        ):
-            break
-        if size > min(prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT):
-            break
-        each = prefill_cost.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=size).total_s
-        if held < each * _PAYS:
-            break
-        found.insert(0, size)
-        held = each
-    return found
-
-
-def with_larger_micro_batch(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, need: MemoryNeed, prompt_tokens: int
-) -> tuple[RunSettings, MemoryNeed]:
-    """`settings` of a plan that fits with room to spare, and its `need`, with the largest micro-batch that pays and takes
-    little; as they are where none does."""
-    sizes = [(n, _SHARE_OF_MEMORY) for n in larger_micro_batches(device, model, variant, settings, prompt_tokens)]
-    if device.accelerator != "cpu" and backend_of(variant).buffers == "grown":
-        most = min(prompt_tokens, int(settings.n_ctx * _SHARE_OF_CONTEXT))
-        sizes += [(n, _NEXT_TO_NOTHING) for n in (2048, 1024) if settings.n_batch < n <= most]
-    for size, share in sizes:
-        tried = replace(settings, n_batch=size)
-        taken = memory.need(model, variant, tried, device)
-        if taken.total_bytes - need.total_bytes <= share * need.limit_bytes and verdict(device, taken) == "yes":
-            return tried, taken
-    return settings, need

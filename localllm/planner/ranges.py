@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from localllm.planner import efficiency
 from localllm.planner.streams import facts
@@ -30,18 +31,27 @@ def strata(
     model: Model, variant: Variant, hardware_keys: Sequence[str], *, depth: int, kv_type: str = "f16", n_cards: int = 1
 ) -> tuple[str, ...]:
     """What a prediction's certainty goes by, but how much was measured: the machine's keys, and what is asked."""
+    known = facts(model)
+    return _named(
+        tuple(hardware_keys),
+        model.experts is not None,
+        known.has_mla,
+        known.n_recurrent_layers > 0,
+        depth >= DEEP,
+        depth >= VERY_DEEP,
+        kv_type not in ("f16", "bf16", "f32"),
+        n_cards > 1,
+        efficiency.quant_class(variant.quant, mlx=variant.format == "mlx") in _RARE_FORMATS,
+    )
+
+
+_STRATA = ("MoE", "latent KV", "recurrent", "deep", "very deep", "quantised KV", "several cards", "rare format")
+
+
+@lru_cache(maxsize=4096)
+def _named(hardware_keys: tuple[str, ...], *so: bool) -> tuple[str, ...]:
     where = tuple(key for key in hardware_keys if not key.startswith("part:"))
-    found = {
-        "MoE": model.experts is not None,
-        "latent KV": facts(model).has_mla,
-        "recurrent": facts(model).n_recurrent_layers > 0,
-        "deep": depth >= DEEP,
-        "very deep": depth >= VERY_DEEP,
-        "quantised KV": kv_type not in ("f16", "bf16", "f32"),
-        "several cards": n_cards > 1,
-        "rare format": efficiency.quant_class(variant.quant, mlx=variant.format == "mlx") in _RARE_FORMATS,
-    }
-    return (*where, *(name for name, is_so in found.items() if is_so))
+    return (*where, *(name for name, is_so in zip(_STRATA, so, strict=True) if is_so))
 
 
 def evidence(rows: Mapping[str, int], hardware_keys: Sequence[str]) -> tuple[str, ...]:

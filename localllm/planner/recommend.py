@@ -24,7 +24,16 @@ from localllm.planner import (
     why,
 )
 from localllm.planner.needs import Need
-from localllm.planner.plan import NOTHING_FIXED, Overrides, draft_pair, max_context, plan_for, typical, verdict
+from localllm.planner.plan import (
+    NOTHING_FIXED,
+    Overrides,
+    draft_pair,
+    finished,
+    max_context,
+    plan_for,
+    typical,
+    verdict,
+)
 from localllm.planner.types import USUAL, DraftChoice, Plan, Recommendation, Rejected, Workload, backend_of
 from localllm_backends import registry
 from localllm_catalog.types import Model, Variant
@@ -123,7 +132,7 @@ def _not_shown(device: Device, left: picks.Left, workload: Workload, overrides: 
     plan = left.plan
     usual = typical(_candidates(device, plan.model, overrides))
     if usual.file_bytes > plan.variant.file_bytes:
-        whole = plan_for(device, plan.model, usual, workload, overrides=overrides)
+        whole = plan_for(device, plan.model, usual, workload, overrides=overrides, rough=True)
         if whole.fits == "no":
             reason = f"{why.does_not_fit(whole, device)}; {plan.variant.quant} would fit"
             return Rejected(plan.model, usual, reason, "memory")
@@ -257,13 +266,13 @@ def _best_of(
             break
     if not fitting:
         shown = typical(variants)
-        needed = plan_for(device, model, shown, workload, overrides=overrides)
+        needed = plan_for(device, model, shown, workload, overrides=overrides, rough=True)
         return Rejected(model, shown, why.does_not_fit(needed, device), "memory")
     if not fast:
         quickest = max(fitting, key=lambda p: (p.decode_tok_s.value, p.variant.quant))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
     best, chosen = _best_file(fast, need)
-    return replace(plan_for(device, model, chosen.variant, workload, overrides=overrides), score=best.score)
+    return replace(finished(device, chosen, workload, overrides), score=best.score)
 
 
 def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:

@@ -165,7 +165,8 @@ class MemoryNeed:
     @property
     def fits_every_card(self) -> bool:
         """False where one of several cards is given more than it has."""
-        return all(need <= limit for need, limit in zip(self.cards_bytes, self.cards_limit_bytes, strict=True))
+        both = zip(self.cards_bytes, self.cards_limit_bytes, strict=True)
+        return not self.cards_bytes or all(need <= limit for need, limit in both)
 
     @property
     def total_bytes(self) -> int:

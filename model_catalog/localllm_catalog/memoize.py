@@ -20,12 +20,12 @@ def by_identity(ask: Callable[_Asked, _Answer]) -> Callable[_Asked, _Answer]:
 
     The object is kept alive beside its answer, so that no other can have its identity.
     """
-    known: dict[tuple[object, ...], tuple[object, _Answer]] = {}
+    known: dict[object, tuple[object, _Answer]] = {}
 
     @wraps(ask)
     def remembered(*args: _Asked.args, **named: _Asked.kwargs) -> _Answer:
         of = args[0]
-        key = (id(of), *args[1:], *named.values())
+        key: object = (id(of), *args[1:], *named.values()) if named or len(args) > 1 else id(of)
         found = known.get(key)
         if found is not None and found[0] is of:
             return found[1]

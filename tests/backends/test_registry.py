@@ -58,7 +58,7 @@ def third(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for known in (registry.names, registry.named, registry.declarations, registry.declared, registry.running):
+    for known in (registry.points, registry.named, registry.declarations, registry.declared, registry.running):
         known.cache_clear()
 
 
