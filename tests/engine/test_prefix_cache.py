@@ -161,6 +161,24 @@ def test_what_is_being_written_is_waited_for() -> None:
     cache.check_integrity()
 
 
+def test_once_all_is_written_that_was_being_written_nothing_is_waited_for() -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=30)
+    blocks = [Filed(bytes(10), 0, 1, filed=False, pending=True), Block(bytes(20), 0, 1)]
+    waited: list[bool] = []
+
+    def written() -> bool:
+        """The first time; after that a wait would be in vain, and last as long as it may."""
+        waited.append(True)
+        blocks[0].pending = False
+        return True
+
+    for token, block in enumerate(blocks):
+        assert cache.insert([token], block)
+    cache.budget.wait = written
+    assert cache.budget.make_room(30, used=0, force=True) == "full"
+    assert waited == [True]
+
+
 def test_a_wide_block_that_is_only_on_disk_gives_its_beginning_to_a_narrow_one() -> None:
     cache = PrefixCache(whole=False, capacity_bytes=100)
     line = list(range(10))

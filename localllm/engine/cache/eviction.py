@@ -136,12 +136,13 @@ class CacheBudget:
         if force:
             missing -= self._drop_copies(missing)
         missing -= self._evict(missing, keep, until, pending=False)
-        if missing > 0 and any(c.block.pending for c in self._candidates()):
+        while missing > 0 and any(c.block.pending for c in self._candidates()):
             if not force:
                 return "pending"
-            while missing > 0 and self.wait():
-                missing -= self._evict(missing, keep, until, pending=False)
-            missing -= self._evict(missing, keep, until, pending=True)
+            waited = self.wait()
+            missing -= self._evict(missing, keep, until, pending=not waited)
+            if not waited:
+                break
         return "free" if missing <= 0 else "full"
 
     def _drop_copies(self, n_bytes: int) -> int:
