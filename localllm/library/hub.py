@@ -235,7 +235,8 @@ def _explain(
     if status is None:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         return HubUnreachableError(
-            f"{host} can't be asked about {repo}: {reason}", hint="check the connection and the proxy, or use --offline"
+            f"{host} can't be asked about {repo}: {reason}",
+            hint=f"check the connection and {_proxy()}; what is on this disk works without",
         )
     if status == 429:
         asked = retry_after(response.headers if response is not None else {})
@@ -259,6 +260,15 @@ def forbidden(host: str, what: str, response: Any) -> DownloadError:
         f"{what} is blocked on the way to {host}: a 403 came that is not the hub's (a firewall or a proxy)",
         hint="ask whoever runs this network, try another one, or name a mirror in HF_ENDPOINT",
     )
+
+
+def _proxy() -> str:
+    """The proxy that the hub is asked through, without its password, for people."""
+    from urllib.request import getproxies
+
+    known = getproxies()
+    address = known.get(urlsplit(endpoint()).scheme) or known.get("all") or ""
+    return f"the proxy {address.rpartition('@')[2].rpartition('/')[2]} (HTTPS_PROXY)" if address else "the proxy"
 
 
 def _page_instead(host: str) -> HubUnreachableError:

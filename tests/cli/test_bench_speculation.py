@@ -96,7 +96,7 @@ def test_a_real_model_drafts_while_it_copies_and_the_command_reports_it(
 
 
 def test_the_prediction_knows_what_another_model_taught(
-    few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path))
     for name, value in (("ROUNDS", 1), ("PROMPT_TOKENS", 64), ("DECODE_TOKENS", 16)):
@@ -115,3 +115,7 @@ def test_the_prediction_knows_what_another_model_taught(
     assert "measured here" not in measure.compare_and_keep(load, figures)["basis"]
     measurements.keep(replace(own, model="gemma-3-270m-it", quant="Q8_0", file_bytes=0))
     assert "measured here: gemma-3-270m-it" in measure.compare_and_keep(load, figures)["basis"]
+    # On a disk that takes nothing the figures are told all the same.
+    monkeypatch.setenv("LOCALLLM_DATA_DIR", str(few_layers / "within a file"))
+    assert measure.compare_and_keep(load, figures)["predicted_memory_bytes"] > 0
+    assert "can't be written" in capsys.readouterr().err

@@ -116,6 +116,20 @@ def test_a_page_in_the_hubs_place_is_called_one(
     assert len(waits) == patience.listing_failures - 1, "it may pass"
 
 
+def test_a_proxy_that_does_not_answer_is_named_without_its_password(
+    hub: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://me:secret@127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(HubUnreachableError) as e:
+        pull(REPO, patience=patience)
+    assert "the proxy 127.0.0.1:9" in e.value.hint
+    assert "secret" not in e.value.hint + e.value.message
+
+
 @pytest.mark.parametrize("spoilt", [
     {"rfilename": "x-Q8_0.gguf"}, {"rfilename": "x-Q8_0.gguf", "size": "5"}, {"rfilename": "x-Q8_0.gguf", "size": 5, "lfs": {}},
     {"rfilename": "x-Q8_0.gguf", "size": 5, "blobId": "a" * 40, "lfs": {"sha256": "b" * 64, "size": 5}}, {}, {"rfilename": None},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -181,7 +182,13 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     result = compare(
         device, run, others, memory_bytes=record.memory_bytes, predicted_memory_bytes=record.predicted_memory_bytes
     )
-    measurements.keep(record)
+    try:
+        measurements.keep(record)
+    except OSError as e:
+        print(
+            f"the planner does not learn from this: {measurements.path()} can't be written: {e.strerror}",
+            file=sys.stderr,
+        )
     return {
         "predicted_decode_tok_s": result.decode[0],
         "predicted_short_tok_s": None if result.decode_short is None else result.decode_short[0],

@@ -13,6 +13,7 @@ from localllm.plain_output import obeyed
 
 if TYPE_CHECKING:
     import asyncio
+    import socket
 
     from localllm.cli.compose.load_plan import LoadPlan
     from localllm.server.models.router import ModelRouter
@@ -52,6 +53,7 @@ class OwnEngine:
         self._local = resolve(named, offline=bool(self._settings.value("offline")))
         self.model = self._preset.name if self._preset is not None else self._local.name
         [self._sock] = bind("127.0.0.1", 0)
+        _reach(self._sock)
         self.base_url = f"http://127.0.0.1:{self._sock.getsockname()[1]}/v1"
         self._first: ServedModel | None = None
         self._error: LocalLLMError | None = None
@@ -197,23 +199,39 @@ def background_server(
 _PATIENCE_S = 1.0
 
 
+def _reach(own: socket.socket) -> None:
+    """Raises LocalLLMError where this machine can't call itself: a namespace or container whose loopback is down."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(own.getsockname())  # a route is chosen, nothing is sent
+        except OSError as e:
+            own.close()
+            raise LocalLLMError(
+                f"127.0.0.1 can't be reached here ({e.strerror}), and the chat asks its engine there",
+                hint="the loopback network is down: `ip link set lo up`, or start the container with a network",
+            ) from e
+
+
 @contextmanager
 def loading_note(name: str) -> Iterator[Callable[[float], None]]:
     """Yields a function to call with 0.0 … 1.0; says nothing when all is over within a second."""
     started = time.monotonic()
     tty = sys.stderr.isatty()
-    said = False
+    said = ""
 
     def note(progress: float) -> None:
         nonlocal said
         if time.monotonic() - started < _PATIENCE_S:
             return
-        if tty:
+        now = f"loading {name} … {progress:4.0%}"
+        if tty and now != said:
             obeyed(sys.stderr)("\r")
-            print(f"loading {name} … {progress:4.0%}", end="", file=sys.stderr, flush=True)
+            print(now, end="", file=sys.stderr, flush=True)
         elif not said:
             print(f"loading {name} …", file=sys.stderr, flush=True)
-        said = True
+        said = now
 
     try:
         yield note

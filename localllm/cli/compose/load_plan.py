@@ -18,6 +18,7 @@ from localllm.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from localllm.cli.compose.presets import Preset
     from localllm.engine.worker.client import WorkerOptions
@@ -243,12 +244,24 @@ def _headroom_bytes(settings: Settings) -> int | None:
 def _worker_options(
     spec: LoadSpec, settings: Settings, engine: dict[str, object], second: LocalModel | None
 ) -> WorkerOptions:
-    from localllm import paths
     from localllm.engine.worker.client import WorkerOptions
 
-    log = paths.private_dir(paths.log_dir()) / "worker.log"
     draft_path = str(second.path) if second is not None else None
-    return WorkerOptions(spec, settings.value("backend"), engine, draft_path, log, 60.0 * settings.value("hang_min"))
+    return WorkerOptions(
+        spec, settings.value("backend"), engine, draft_path, _worker_log(), 60.0 * settings.value("hang_min")
+    )
+
+
+def _worker_log() -> Path | None:
+    """Where workers write what goes wrong; None on a full or read-only disk, where they run without."""
+    from localllm import paths
+
+    try:
+        log = paths.private_dir(paths.log_dir()) / "worker.log"
+        log.touch()
+    except OSError:
+        return None
+    return log
 
 
 def _engine_settings(

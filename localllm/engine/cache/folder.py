@@ -43,11 +43,11 @@ class Cleared:
 
 
 def put_label(folder: Path, model: str) -> None:
-    """Make the folder of a model, which says whose it is: its name is a hash. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    label = folder / _LABEL
-    if model and _label(folder) != model:
-        label.write_text(model + "\n", encoding="utf-8")
+    """Make the folder of a model, which says whose it is: its name is a hash. On a full or read-only disk nothing is kept."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if model and _label(folder) != model:
+            (folder / _LABEL).write_text(model + "\n", encoding="utf-8")
 
 
 def survey(root: Path) -> list[ModelPrefixes]:
