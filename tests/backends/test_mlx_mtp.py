@@ -236,8 +236,9 @@ def test_heads_that_fail_draft_on_and_harm_nobody(folder: Path, monkeypatch: pyt
     backend.close()
 
 
-def test_a_checkpoint_as_its_makers_publish_it_has_the_same_heads(tmp_path: Path) -> None:
-    folder = tiny_mlx.write_mtp(tmp_path / "mlx", "qwen")
+@pytest.mark.parametrize("family", ["qwen", "qwen-moe"])
+def test_a_checkpoint_as_its_makers_publish_it_has_the_same_heads(family: str, tmp_path: Path) -> None:
+    folder = tiny_mlx.write_mtp(tmp_path / "mlx", family)
     backends, tokens = (
         [load(folder), load(tiny_mlx.as_published(folder, tmp_path / "raw"))],
         words(random.Random(5), 50),

@@ -184,6 +184,10 @@ QWEN35: dict[str, Any] = {
     "linear_conv_kernel_dim": 4, "full_attention_interval": 3, "max_position_embeddings": 4096,
     "mtp_num_hidden_layers": 1,
 }  # fmt: skip
+QWEN35_MOE: dict[str, Any] = {
+    **QWEN35, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 # A head's weights as its makers name them: the layer's begin with the first, and norms and projection of embedding and
 # hidden state, in the order in which they are joined.
 MTP_NAMES = {
@@ -194,21 +198,22 @@ MTP_NAMES = {
 
 def write_mtp(folder: Path, family: str = "mimo", *, likeness: float = 0.0) -> Path:
     """A model with one draft head, whose layer is `folder`/head as a model of its own: MiMo-shaped (plain attention), or
-    Qwen3.5-shaped ("qwen": gated delta nets). `likeness` as in tiny_mtp.write_mtp."""
+    Qwen3.5-shaped ("qwen": gated delta nets; "qwen-moe": with routed experts). `likeness` as in tiny_mtp.write_mtp."""
     import mlx.core as mx
 
     one = {"num_hidden_layers": 1, "full_attention_interval": 1}
     if family == "mimo":
         config, single = MIMO, {**MIMO, **one}
     else:
-        config, single = ({"model_type": "qwen3_5", "text_config": t} for t in (QWEN35, {**QWEN35, **one}))
+        text, kind = (QWEN35, "qwen3_5") if family == "qwen" else (QWEN35_MOE, "qwen3_5_moe")
+        config, single = ({"model_type": kind, "text_config": t} for t in (text, {**text, **one}))
     root = "model." if family == "mimo" else "language_model.model."
     weights = dict(mx.load(str(write(folder, config, seed=6) / "model.safetensors")))
     for name in [n for n in weights if "embed_tokens" in n or "lm_head" in n]:
         weights[name] = weights[name] * ((8 + 80 * likeness) / 3 if "embed" in name else 16)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     layer = mx.load(str(write(folder / "head", single, seed=7) / "model.safetensors"))
-    prefix, first, second, norm, join = MTP_NAMES[family]
+    prefix, first, second, norm, join = MTP_NAMES[family.removesuffix("-moe")]
     head = {n.replace(f"{root}layers.0.", prefix): a for n, a in layer.items() if f"{root}layers.0." in n}
     rng, e = np.random.default_rng(8), 64
     prefix = prefix.replace("mtp.layers.0.", "mtp.")
@@ -242,6 +247,11 @@ def as_published(folder: Path, to: Path) -> Path:
             elif value.ndim == 1 and "norm" in name and "linear_attn" not in name:
                 value = value - 1
             raw[long] = value
+    for name in [n for n in raw if n.endswith("switch_mlp.gate_proj.weight")]:
+        layer = name.removesuffix("switch_mlp.gate_proj.weight")
+        both = [raw.pop(f"{layer}switch_mlp.{half}_proj.weight") for half in ("gate", "up")]
+        raw[f"{layer}experts.gate_up_proj"] = mx.concatenate(both, axis=-2)
+        raw[f"{layer}experts.down_proj"] = raw.pop(f"{layer}switch_mlp.down_proj.weight")
     mx.save_safetensors(str(to / "model.safetensors"), raw, {"format": "pt"})
     return to
 
