@@ -72,7 +72,8 @@ def test_the_terminal_is_asked_while_other_things_are_done(monkeypatch: pytest.M
         with only_plain():
             question = ask_background()
             assert os.read(master, 100) == b"\x1b]11;?\x07\x1b[c"
-            os.write(master, b"hel\x1b]11;rgb:ffff/ffff/ffff\x07lo\x1b[?62;c")
+            keys = b"\x1bOS\x1b[1;5A\x1b[15~"  # F4, Ctrl+Up, F5
+            os.write(master, b"hek\x7fl" + keys + b"\x1b]11;rgb:ffff/ffff/ffff\x07lo\x1b[?62;c")
             said, typed = question.answer()
         assert (is_light(said), typed) == (True, "hello")
         assert question.answer() == (said, typed)

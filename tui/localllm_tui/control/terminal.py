@@ -85,6 +85,9 @@ def notice(text: str) -> str:
 NOTICE_SEEN = "\x1b[23;2t"  # the title from before (XTWINOPS 23)
 
 _BACKGROUND = re.compile(r"\x1b\]11;rgba?:([0-9a-fA-F]+)/([0-9a-fA-F]+)/([0-9a-fA-F]+)[^\x07\x1b]*(?:\x07|\x1b\\)")
+# Answers, and keys that are no letters; and a letter with the Backspace behind it.
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[P\]].*?(?:\x07|\x1b\\)|.?)", re.DOTALL)
+_ERASED = re.compile("[^\x08\x7f][\x08\x7f]")
 _ATTRIBUTES = re.compile(r"\x1b\[\?[\d;]*c")
 _ANSWERS_WITHIN_S = 0.15
 
@@ -140,7 +143,9 @@ class TerminalQuestion:
             finally:
                 termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
                 self._fd = -1
-        typed = _ATTRIBUTES.sub("", _VERSION.sub("", _BACKGROUND.sub("", self._text)))
+        typed, before = _SEQUENCE.sub("", self._text), ""
+        while typed != before:
+            typed, before = _ERASED.sub("", typed), typed
         return self._text, printable(typed).replace("\n", "")
 
     @property
