@@ -293,6 +293,7 @@ def test_every_key_of_a_preset_is_in_the_docs() -> None:
     assert [key for key in KEYS if f"`{key}`" not in text] == []
 
 
+@pytest.mark.long
 def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_less_and_that_is_said(smollm2: Path) -> None:
     load = load_plan_named(str(smollm2), Settings({"context": 4096}))
     # A KV cache that no machine has: 90 GB and more in one piece.

@@ -125,6 +125,7 @@ def test_the_contract_holds_for_a_shared_model(tmp_path: Path, shape: str) -> No
     assert ran.stdout.count("holds:") >= 14, ran.stdout
 
 
+@pytest.mark.long
 def test_what_was_read_is_found_again_after_a_restart(folder: Path, tmp_path: Path) -> None:
     prompt = "the man in the hat and the man in the rain " * 12
 

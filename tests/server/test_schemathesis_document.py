@@ -18,9 +18,10 @@ from schemathesis.generation import GenerationMode
 from localllm.server.app import create_app
 from localllm.server.http.settings import ServerSettings
 from localllm.server.models.router import ModelRouter, ServedModel
+from support.examples import NEW
 from support.scripted_engine import BOS, ScriptedEngine
 
-EXAMPLES = int(os.environ.get("LOCALLLM_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("LOCALLLM_EXAMPLES", "20" if NEW else "5"))
 
 
 def _app() -> Any:

@@ -16,7 +16,7 @@ def stored(history: History) -> list[tuple[str, str]]:
     return [(m.role, m.content) for m in history.messages(history.list()[0].id)]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 50), (40, 12)])
+@pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 50), marks=pytest.mark.long), (40, 12)])
 def test_an_answer_streams_to_the_screen_and_the_disk(
     drive: Any, server: ScriptedServer, history: History, size: tuple[int, int]
 ) -> None:

@@ -66,7 +66,7 @@ def assert_same(backend: Backend, prompts: dict[str, list[int]], got: dict[str, 
     return ties
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "first layers"])
+@pytest.mark.parametrize("drafter", ["ngram", pytest.param("first layers", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("together", "n"),
     [(1, 16), pytest.param(1, 32, marks=pytest.mark.long), pytest.param(4, 32, marks=pytest.mark.long)],
