@@ -35,12 +35,13 @@ def empty_home() -> Iterator[Path]:
 @dataclass
 class Server:
     """One server process and how to start it again. `model`: what requests name; `environment`: beside this process's
-    own; `log`: the file its output goes to (None: nowhere)."""
+    own; `key`: what it wants of clients; `log`: the file its output goes to (None: nowhere)."""
 
     name: str
     command: list[str]
     port: int
     model: str = ""
+    key: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -48,7 +49,7 @@ class Server:
     @property
     def target(self) -> BenchTarget:
         """As a client meets it."""
-        return BenchTarget(self.name, f"http://127.0.0.1:{self.port}/v1", self.model, restart=self.restart)
+        return BenchTarget(self.name, f"http://127.0.0.1:{self.port}/v1", self.model, self.key, restart=self.restart)
 
     def start(self) -> float:
         """Start it; seconds until it answers one token. Raises BackendError where it does not, with its last words."""
