@@ -1,13 +1,16 @@
 """What idle conversations cost a short chat: its decode speed beside 12,000 cached tokens against an empty engine's.
 
-python -m benchmarks.crowded [--rounds 20] [--model FILE] [--out FILE]
+python -m benchmarks.crowded [--rounds 20] [--idle 4000] [--model FILE] [--out FILE]
 
 Two engines in one process, in turn: a server measured before and after filling its cache shows the machine's drift.
+--idle: what it would cost to leave so many tokens of a finished conversation in the context instead, in milliseconds a step,
+and what that spares who comes back, in seconds of prefill.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 from benchmarks.models import smollm2
@@ -16,7 +19,7 @@ from benchmarks.timing import settle, timed
 from localllm.bench.ratio import RoundComparison
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
-from localllm_backends.contract import LoadSpec
+from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
 
 _LINES, _LINE_TOKENS = 6, 2000
@@ -41,14 +44,51 @@ class Chats:
         return (n - 1) / seconds
 
 
+def idle(path: Path, n_tokens: int, rounds: int) -> RoundComparison:
+    """A decode step's time with `n_tokens` of an idle sequence in the context, and without."""
+    backend = backend_type.load(LoadSpec(str(path), n_ctx=n_tokens + 1024))
+    table = RoundComparison(f"a step beside {n_tokens:,} idle tokens", "ms", "less")
+
+    def read(sequence: int, n: int) -> None:
+        for at in range(0, n, 512):
+            tokens = [(i * 7919) % (backend.info.n_vocab - 100) + 50 for i in range(at, min(at + 512, n))]
+            backend.step([Chunk(sequence, tokens, outputs=1)]).argmax(0)
+
+    def steps(name: str, sequence: int) -> None:
+        begun, length = time.perf_counter(), backend.length(sequence)
+        for _ in range(_ANSWER_TOKENS):
+            backend.step([Chunk(sequence, [50], outputs=1)]).argmax(0)
+        table.add(name, (time.perf_counter() - begun) / _ANSWER_TOKENS * 1e3)
+        backend.truncate(sequence, length)
+
+    for _ in range(rounds):
+        running = backend.new_sequence()
+        read(running, _PROMPT_TOKENS)
+        steps("alone", running)
+        resident, begun = backend.new_sequence(), time.perf_counter()
+        read(resident, n_tokens)
+        table.add("prefill it keeps", (time.perf_counter() - begun) * 1e3)
+        steps("beside it", running)
+        backend.drop(resident)
+        backend.drop(running)
+    backend.close()
+    more_ms, kept_s = table.median("beside it") - table.median("alone"), table.median("prefill it keeps") / 1e3
+    print(f"{more_ms:.2f} ms more a step for {kept_s:.1f} s of prefill kept: {more_ms / kept_s:.3f} ms a second")
+    return table
+
+
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--idle", type=int, default=0, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     path = arguments.model or smollm2()
+    if arguments.idle:
+        write(arguments.out, [report(idle(path, arguments.idle, arguments.rounds), "alone")])
+        return
     empty, crowded = Chats(path), Chats(path)
     for _ in range(_LINES):
         crowded.decode_tok_s(_LINE_TOKENS, 2)
