@@ -188,7 +188,7 @@ def test_whatever_the_card_driver_and_system_the_chain_can_run_there_or_says_wha
         numbers, drivers, ("linux", "windows"), ("x86_64", "aarch64")
     ):
         device = replace(card(capability), os="Windows" if system == "windows" else "Linux")
-        host = replace(assumed(device, architecture), cuda_driver=driver)
+        host = replace(assumed(device), architecture=architecture, cuda_driver=driver)
         try:
             chain = found(device, host)
         except SetupError as e:

@@ -33,7 +33,8 @@ MACHINES = [
 
 
 def host_of(readings: Readings) -> BuildHost:
-    return replace(assumed(identify(readings), readings.architecture), version="0.3.36", n_cores=8)
+    host = assumed(identify(readings))
+    return replace(host, architecture=readings.architecture or host.architecture, version="0.3.36", n_cores=8)
 
 
 def dry_run(folder: Path, name: str) -> str:

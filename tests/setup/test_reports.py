@@ -90,7 +90,7 @@ def read(name: str) -> Readings:
 def said(name: str, facts: Facts, backend: str = "") -> str:
     readings = read(name)
     machine = identify(readings)
-    host = replace(assumed(machine, readings.architecture), version="0.3.36", **facts)  # type: ignore[arg-type]
+    host = replace(assumed(machine), version="0.3.36", **facts)  # type: ignore[arg-type]
     return "\n".join(command.lines(machine, command.recipes_of(machine, host, backend)))
 
 
