@@ -23,15 +23,23 @@ class KeysInOrder(_Base):
 
     async def _on_key(self, event: events.Key) -> None:
         bound = None if event.is_printable else self.screen.active_bindings.get(event.key)
-        if bound is not None and bound.node is self and bound.enabled:
+        if bound is not None and bound.node is self and bound.enabled and self.edits(bound.binding.action):
             event.stop()
             event.prevent_default()
             await self.run_action(bound.binding.action)
         else:
             await super()._on_key(event)
 
+    def edits(self, action: str) -> bool:
+        """Whether that is done to the text or its cursor now; what is not is the screen's, as it always was."""
+        return not action.startswith("scroll_")
+
 
 class WholeInput(KeysInOrder, Input):
+    def edits(self, action: str) -> bool:
+        ends = {"cursor_left": 0, "cursor_right": len(self.value)}
+        return super().edits(action) and ends.get(action) != self.cursor_position
+
     def action_cursor_left(self, select: bool = False) -> None:
         self._move(before(self.value, self.selection.end), select, -1)
 
