@@ -179,8 +179,8 @@ def test_a_type_llamacpp_does_not_know_is_refused_by_name(tiny_model: Path) -> N
 GOOD, BAD = (0.001, 0.01), (0.2, 0.2)
 
 
-def known(**types: tuple[float, float]) -> list[KvPrecision]:
-    return [KvPrecision(name.replace("__", "/"), kl, flips) for name, (kl, flips) in types.items()]
+def known(**types: tuple[float, float]) -> tuple[KvPrecision, ...]:
+    return tuple(KvPrecision(name.replace("__", "/"), kl, flips) for name, (kl, flips) in types.items())
 
 
 def test_four_bits_are_never_for_an_agent_unless_they_pass() -> None:

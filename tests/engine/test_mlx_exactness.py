@@ -65,7 +65,7 @@ def test_random_mixes_with_draft_heads_equal_isolated_runs_without(shape: str, t
         settle(engine)
         snapshot = engine.snapshot()
         restored = int(snapshot["restored_tokens"])
-        assert 20 < int(snapshot["accepted_mtp_tokens"]) < int(snapshot["drafted_mtp_tokens"])
+        assert 5 < int(snapshot["accepted_mtp_tokens"]) < int(snapshot["drafted_mtp_tokens"])
         engine.close()
     assert restored > 100
     alone.close()

@@ -73,7 +73,8 @@ def make(target: str, path: Path, *arguments: str) -> subprocess.CompletedProces
     """`make` on a machine whose programs are those of `path` and the system's tools, but for its Pythons."""
     tools = path / "tools"
     tools.mkdir()
-    for name in ("sh", "make", "sed", "sleep", "date", "getconf", "kill", "touch", "awk", "mkdir", "dirname", "cat"):
+    names = "sh make sed sleep date getconf kill touch awk mkdir dirname cat mktemp rm df"
+    for name in names.split():
         found = next((Path(p) / name for p in ("/bin", "/usr/bin") if (Path(p) / name).exists()), None)
         if found is not None:
             (tools / name).symlink_to(found)
