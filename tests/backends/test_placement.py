@@ -80,11 +80,11 @@ def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_pat
             assert greedy(backend) == expected, placed
 
 
-def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(few_layers: Path) -> None:
-    with loaded(few_layers, 0) as plain:
+def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(smollm2: Path) -> None:
+    with loaded(smollm2, 0) as plain:
         expected = greedy(plain, 40)
     for placed in ({"gpu_layers": 15}, {"kv_on_host": True}):
-        with loaded(few_layers, **placed) as backend:  # type: ignore[arg-type]
+        with loaded(smollm2, **placed) as backend:  # type: ignore[arg-type]
             assert greedy(backend, 40) == expected, placed
 
 
