@@ -35,21 +35,21 @@ def empty_home() -> Iterator[Path]:
 @dataclass
 class Server:
     """One server process and how to start it again. `model`: what requests name; `environment`: beside this process's
-    own; `key`: what it wants of clients; `log`: the file its output goes to (None: nowhere)."""
+    own; `log`: the file its output goes to (None: nowhere); `key`: what it wants of clients."""
 
     name: str
     command: list[str]
     port: int
     model: str = ""
-    key: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
+    key: str = ""
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def target(self) -> BenchTarget:
         """As a client meets it."""
-        return BenchTarget(self.name, f"http://127.0.0.1:{self.port}/v1", self.model, self.key, restart=self.restart)
+        return BenchTarget(self.name, f"http://127.0.0.1:{self.port}/v1", self.model, key=self.key, restart=self.restart)
 
     def start(self) -> float:
         """Start it; seconds until it answers one token. Raises BackendError where it does not, with its last words."""
