@@ -1,16 +1,25 @@
-"""What one key can learn of another's prompts by time: a guessed one's first token against a fresh one's.
+"""What others on one server can learn of you and cost you: a guessed prompt's first token, and yours beside heavy bodies.
 
-python -m benchmarks.neighbours [--rounds 20] [--model FILE] [--out FILE]
+python -m benchmarks.neighbours [--only guess|heavy] [--rounds 20] [--model FILE] [--out FILE]
 
-A key asks a prompt; another key asks the same one, and one that nobody asked: their first tokens must take as long. What the
-key itself waits for it again shows what there would be to see.
+guess   A key asks a prompt; another key asks the same one, and one that nobody asked: their first tokens must take as long.
+        What the key itself waits for it again shows what there would be to see.
+heavy   A small chat's first token, alone and while ten bodies of many MB are read at once, for each kind. Bar: twice as long.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import httpx
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server, empty_home
@@ -21,6 +30,41 @@ from localllm.bench.stream import BenchTarget, free_port
 
 _KEYS = {"anna": "anna-anna-anna-anna-anna", "bob": "bob-bob-bob-bob-bob-bob"}
 _GUESSED_WORDS = 40
+_BODIES = 10
+
+
+def _chat(content: object, **fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}).encode()
+
+
+# Each as large as it may be, or nearly.
+HEAVY: dict[str, Callable[[], bytes]] = {
+    "one text": lambda: _chat("word " * 4_000_000),
+    "many messages": lambda: json.dumps({"messages": [{"role": "user", "content": "hi"}] * 49_000}).encode(),
+    "many parts": lambda: _chat([{"type": "text", "text": "hi"}] * 49_000),
+    "many stops": lambda: _chat("hi", stop=["x"] * 990_000),
+    "unknown fields": lambda: _chat("hi", **{f"x{i}": [i] for i in range(49_000)}),
+    "a large schema": lambda: _chat(
+        "hi",
+        response_format={
+            "type": "json_schema",
+            "json_schema": {
+                "name": "x",
+                "schema": {"type": "object", "properties": {f"p{i}": {} for i in range(45_000)}},
+            },
+        },
+    ),
+    "512 large tools": lambda: _chat(
+        "hi",
+        tools=[
+            {
+                "type": "function",
+                "function": {"name": f"f{i}", "parameters": {"properties": {f"p{j}": {} for j in range(90)}}},
+            }
+            for i in range(512)
+        ],
+    ),
+}
 
 
 def guess(server: BenchTarget, rounds: int) -> RoundComparison:
@@ -42,9 +86,47 @@ def guess(server: BenchTarget, rounds: int) -> RoundComparison:
     return table
 
 
+def heavy(server: BenchTarget, rounds: int) -> RoundComparison:
+    """First tokens' times of a small chat, alone and beside each kind of body."""
+    table = RoundComparison(f"first token of a small chat beside {_BODIES} bodies at once", "s", "less")
+    target = BenchTarget("anna", server.url, key=_KEYS["anna"])
+    headers = {
+        "authorization": f"Bearer {_KEYS['bob']}",
+        "content-type": "application/json",
+        "content-encoding": "gzip",
+    }
+
+    def post(body: bytes) -> None:
+        httpx.post(f"{server.url}/chat/completions", content=body, headers=headers, timeout=300, trust_env=False)
+
+    def small() -> float:
+        return target.chat(user("hi"), 2).ttft_s
+
+    packed = {kind: gzip.compress(make(), 1) for kind, make in HEAVY.items()}
+    small()
+
+    def one(kind: str, body: bytes) -> None:
+        table.add("alone", statistics.median(small() for _ in range(5)))
+        threads = [threading.Thread(target=post, args=[body]) for _ in range(_BODIES)]
+        for thread in threads:
+            thread.start()
+        times = []
+        while any(thread.is_alive() for thread in threads):
+            times.append(small())
+        table.add(f"{kind}, median", statistics.median(times))
+        table.add(f"{kind}, longest", max(times))
+        for thread in threads:
+            thread.join()
+
+    for kind, body in packed.items():
+        interleave(rounds, lambda kind=kind, body=body: one(kind, body))  # type: ignore[misc]
+    return table
+
+
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["guess", "heavy"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--out", default=None)
@@ -59,7 +141,12 @@ def main() -> None:
         server = Server("localllm", command, port, key=_KEYS["anna"])
         server.start()
         try:
-            write(arguments.out, [report(guess(server.target, arguments.rounds), "fresh")])
+            done = []
+            if arguments.only != "heavy":
+                done.append(report(guess(server.target, arguments.rounds), "fresh"))
+            if arguments.only != "guess":
+                done.append(report(heavy(server.target, max(1, arguments.rounds // 10)), "alone"))
+            write(arguments.out, done)
         finally:
             server.stop()
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from localllm.errors import RequestError
+from localllm.server.dialects.openai import chat
 from localllm.server.http.json_body import read_json
 from localllm.server.http.settings import ServerSettings
 from support.examples import examples
@@ -123,6 +124,28 @@ def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
         waits_s.append(_longest_wait_s(server, ten))
     assert min(waits_s) <= MOST_S
     assert {r.status_code for r in said} == {400}
+
+
+def test_others_are_answered_while_a_large_body_is_translated(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, answered, translate = threading.Event(), threading.Event(), chat.chat_request
+
+    def held(*given: Any) -> Any:
+        if len(given[0].messages) > 1:
+            begun.set()
+            assert answered.wait(20), "nobody is answered meanwhile"
+        return translate(*given)
+
+    monkeypatch.setattr(chat, "chat_request", held)
+    body = json.dumps({"messages": HI["messages"] * 6_000, "max_tokens": 1}).encode()
+    thread = threading.Thread(target=lambda: _post(server, body))
+    thread.start()
+    assert begun.wait(20)
+    assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
+    assert _post(server, json.dumps(HI).encode()).status_code == 200
+    answered.set()
+    thread.join()
 
 
 def test_a_body_is_unpacked_and_read_for_those_with_a_key_alone(server: Running) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeAlias
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,7 @@ from localllm.server.dialects.openapi import body_of
 from localllm.server.http.accounts import admins_only, caller
 from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.errors import headers_of
-from localllm.server.http.json_body import read_json
+from localllm.server.http.json_body import read_json, worked
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
@@ -71,7 +72,7 @@ def mount_prompt(
     async def prompt(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
         model = await server.models.find(fields.model)
-        translated = route.translate(fields, model)
+        translated = await worked(request, partial(route.translate, fields, model))
         assert isinstance(translated, TranslatedRequest)
         text, tokens, ignored = await server.prompt(translated, model)
         return JSONResponse(body(text, tokens), headers={**request_id(), **ignored_header([*unknown, *ignored])})
@@ -101,7 +102,7 @@ def _answering(server: Server, route: Route[Any]) -> Endpoint:
             return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
         fields, unknown = read(route.fields, body, route.hints)
         model = await server.models.find(fields.model)
-        translated = route.translate(fields, model)
+        translated = await worked(request, partial(route.translate, fields, model))
         if isinstance(translated, PreloadRequest) and translated.keep_s == 0:
             admins_only("unloading a model")
             await server.keep_alive.unload(model.worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import re
 import zlib
@@ -11,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import Request
 
@@ -32,8 +33,9 @@ _SMALL_BYTES = 2**17
 # What is made of them is validated in one go, so this bounds how long: 32 MiB could hold a hundred times as many. Real
 # conversations with tools have thousands; a prompt of token numbers has as many values as tokens.
 _MOST_CONTAINERS, _MOST_VALUES = 50_000, 1_000_000
-# ASGI scope key of a body that was read already.
-_READ = "localllm.body"
+# ASGI scope keys: a body that was read already, and that of a large one.
+_READ, _LARGE = "localllm.body", "localllm.large_body"
+Made = TypeVar("Made")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -150,7 +152,15 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
             with contextlib.suppress(BodyTooLargeError):
                 raw = unpack(body, encoding, small)
                 return JsonBody(raw, parse(raw, settings.max_json_depth))
+        request.scope[_LARGE] = True
         return await asyncio.get_running_loop().run_in_executor(POOL, _large, body, encoding, settings)
+
+
+async def worked(request: Request, work: Callable[[], Made]) -> Made:
+    """What `work` makes of the request's body that was read: in a thread where that was a large one, in this context."""
+    if _LARGE not in request.scope:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(POOL, contextvars.copy_context().run, work)
 
 
 class _Held:
