@@ -16,7 +16,6 @@ from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 LONG = 400
-SHORT = 100
 BLOCK_BYTES = 1000
 PROMPT = [259, *[40 + i % 50 for i in range(700)], 259, 60]
 
@@ -88,7 +87,6 @@ def test_a_days_bytes_are_not_exceeded_by_more_than_what_was_begun(tmp_path: Pat
     one = max(f.stat().st_size for f in tmp_path.glob("*/*.kv"))
     assert 5000 <= tier.budget.written_bytes() < 5000 + one
     assert tier.snapshot()["disk_budget_used_up"] == 1
-    assert tier.snapshot()["disk_held_back_blocks"] == 10 - n_files
     tier.close()
 
     restarted, cache = opened(tmp_path, daily_bytes=5000)
@@ -98,22 +96,6 @@ def test_a_days_bytes_are_not_exceeded_by_more_than_what_was_begun(tmp_path: Pat
     assert not block.pending
     assert block.read() == bytes(BLOCK_BYTES), "it is in memory"
     restarted.close()
-
-
-def test_the_next_day_writes_again_what_is_used_again(tmp_path: Path) -> None:
-    tier, cache = opened(tmp_path, daily_bytes=1)
-    tier.budget.count(tier.directory, 1)
-    store(tier, cache, line_of(1, LONG))
-    store(tier, cache, line_of(2, LONG))
-    cache.match(line_of(1, LONG))
-    assert heard(tier, cache) == 0
-    cache.match(line_of(1, LONG))
-    assert heard(tier, cache) == 0
-    tier.budget.day = lambda: "2026-05-02"
-    cache.match(line_of(1, LONG))
-    assert heard(tier, cache) == 1
-    assert [f.name for f in tier.directory.glob("written-*")] == ["written-2026-05-02"], "old counts go"
-    tier.close()
 
 
 def test_files_of_others_are_not_removed_for_what_is_not_written(tmp_path: Path) -> None:
@@ -127,66 +109,11 @@ def test_files_of_others_are_not_removed_for_what_is_not_written(tmp_path: Path)
     tier.close()
 
 
-def test_a_short_prompt_is_written_while_most_of_the_day_is_left(tmp_path: Path) -> None:
-    tier, cache = opened(tmp_path, daily_bytes=10**6)
-    store(tier, cache, line_of(1, SHORT))
-    assert heard(tier, cache) == 1
-    tier.close()
-
-
-def test_past_half_a_day_a_short_prompt_is_written_once_it_is_used_again(tmp_path: Path) -> None:
-    tier, cache = opened(tmp_path, daily_bytes=10**6)
-    tier.budget.count(tier.directory, 500_000)
-    store(tier, cache, line_of(1, SHORT))
-    store(tier, cache, line_of(2, SHORT))
-    store(tier, cache, line_of(3, LONG))
-    assert heard(tier, cache) == 1, "the long one"
-    assert tier.snapshot()["disk_budget_used_up"] == 0
-    cache.match([*line_of(1, SHORT), 7])
-    assert heard(tier, cache) == 2
-    assert tier.snapshot()["disk_held_back_blocks"] == 1
-    tier.close()
-    _, cache = opened(tmp_path, daily_bytes=10**6)
-    assert (cache.peek(line_of(1, SHORT)).length, cache.peek(line_of(2, SHORT)).length) == (SHORT, 0)
-
-
-def test_what_is_held_back_can_be_evicted_and_is_then_forgotten(tmp_path: Path) -> None:
-    tier, cache = opened(tmp_path, daily_bytes=1)
-    tier.budget.count(tier.directory, 1)
-    store(tier, cache, line_of(1, LONG))
-    heard(tier, cache)
-    assert cache.budget.shrink(10**6) == BLOCK_BYTES
-    assert tier.snapshot()["disk_held_back_blocks"] == 0
-    store(tier, cache, line_of(2, LONG))
-    cache.budget.shrink(10**6)
-    heard(tier, cache)
-    assert tier.snapshot()["disk_held_back_blocks"] == 0, "also where it was evicted before that was known"
-    tier.close()
-
-
-def test_what_is_evicted_while_the_writer_decides_is_forgotten_too(tmp_path: Path) -> None:
-    tier, cache = opened(tmp_path, daily_bytes=1)
-    tier.budget.count(tier.directory, 1)
-    evicted: list[int] = []
-
-    def day() -> str:
-        """Asked for by the writer, with the block in its hands."""
-        evicted.append(cache.budget.shrink(10**6))
-        return "2026-05-01"
-
-    tier.budget.day = day
-    store(tier, cache, line_of(1, LONG))
-    heard(tier, cache)
-    assert BLOCK_BYTES in evicted
-    assert tier.snapshot()["disk_held_back_blocks"] == 0
-    tier.close()
-
-
 def test_no_limit_holds_nothing_back(tmp_path: Path) -> None:
     for limit_bytes in (0, -1):
         tier, cache = opened(tmp_path / str(limit_bytes), daily_bytes=limit_bytes)
         tier.budget.count(tier.directory, 10**15)
-        store(tier, cache, line_of(1, SHORT))
+        store(tier, cache, line_of(1, LONG))
         assert heard(tier, cache) == 1
         tier.close()
 
@@ -215,34 +142,53 @@ def test_the_floor_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert kept == {2 * 10**9: 1, 6 * 10**9: 0}
 
 
+def engine_on(directory: Path, *, daily_bytes: int, cache_bytes: int = 2**30) -> tuple[Engine, DiskTier]:
+    settings = EngineSettings(
+        cache_bytes=cache_bytes, disk_dir=str(directory), disk_bytes=10**9, disk_daily_bytes=daily_bytes, headroom_bytes=0
+    )
+    engine = Engine(ScriptedBackend(n_ctx=2048, n_batch=64), settings)
+    tier = engine.pool.kv.disk
+    assert tier is not None
+    return engine, tier
+
+
+def ask(engine: Engine, key: str, prompt: list[int]) -> int:
+    """Cached tokens of one answer, all that it leaves written."""
+    outcome = run(engine, request_for(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
+    settle(engine)
+    assert engine.pool.kv.disk is not None
+    engine.pool.kv.disk.flush()
+    settle(engine)
+    return outcome.finish(key).usage.cached_tokens
+
+
 @pytest.mark.parametrize("daily_bytes", [0, 1])
 def test_an_engine_reuses_from_memory_what_it_may_not_write(tmp_path: Path, daily_bytes: int) -> None:
-    def engine() -> Engine:
-        settings = EngineSettings(
-            disk_dir=str(tmp_path), disk_bytes=10**9, disk_daily_bytes=daily_bytes, headroom_bytes=0
-        )
-        return Engine(ScriptedBackend(n_ctx=2048, n_batch=64), settings)
-
-    def ask(engine: Engine, key: str, prompt: list[int]) -> int:
-        outcome = run(engine, request_for(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
-        settle(engine)
-        assert engine.pool.kv.disk is not None
-        engine.pool.kv.disk.flush()
-        settle(engine)
-        return outcome.finish(key).usage.cached_tokens
-
-    first = engine()
-    assert first.pool.kv.disk is not None
-    first.pool.kv.disk.budget.count(first.pool.kv.disk.directory, 1)
+    first, tier = engine_on(tmp_path, daily_bytes=daily_bytes)
+    tier.budget.count(tier.directory, 1)
     ask(first, "a", PROMPT)
     ask(first, "beside", [259, *range(20, 90)])
     assert ask(first, "again", [*PROMPT, 61]) >= len(PROMPT)
     snapshot = first.snapshot()
     assert snapshot["disk_budget_used_up"] == daily_bytes
-    assert bool(snapshot["disk_held_back_blocks"]) == bool(daily_bytes)
     assert snapshot["disk_daily_limit_bytes"] == daily_bytes
     first.close()
-    assert bool(ask(engine(), "b", PROMPT)) == (daily_bytes == 0)
+    assert bool(ask(engine_on(tmp_path, daily_bytes=daily_bytes)[0], "b", PROMPT)) == (daily_bytes == 0)
+
+
+def test_on_the_next_day_what_could_not_be_written_is(tmp_path: Path) -> None:
+    """When it leaves memory, or the engine ends."""
+    first, tier = engine_on(tmp_path, daily_bytes=10**6)
+    tier.budget.count(tier.directory, 10**6)
+    ask(first, "a", PROMPT)
+    assert not list(tier.directory.glob("*.kv"))
+    tier.budget.day = lambda: "2100-01-01"
+    tier.budget.written_bytes()
+    first.close()
+    assert list(tier.directory.glob("*.kv"))
+    again, _ = engine_on(tmp_path, daily_bytes=10**6)
+    assert ask(again, "b", PROMPT) == len(PROMPT) - 1
+    again.close()
 
 
 def test_without_a_disk_the_same_is_reported() -> None:

@@ -9,7 +9,7 @@ import typer
 from localllm.cli.commands.shared import Json, Yes, confirmed, gb, print_json, table
 
 if TYPE_CHECKING:
-    from localllm.engine.cache.folder import ModelPrefixes
+    from localllm.cli.cached_prefixes import ModelPrefixes
 
 app = typer.Typer(name="cache", help="Prefixes kept on disk.", rich_markup_mode=None, add_completion=False)
 
@@ -20,7 +20,7 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from localllm import paths
-    from localllm.engine.cache.folder import survey
+    from localllm.cli.cached_prefixes import survey
 
     root = paths.prefixes_dir()
     found, limits = survey(root), _limits()
@@ -43,15 +43,16 @@ def clear(
     import sys
 
     from localllm import paths
-    from localllm.engine.cache import folder as cache_folder
+    from localllm.cli.cached_prefixes import clear as remove
+    from localllm.cli.cached_prefixes import survey
 
-    found = cache_folder.survey(paths.prefixes_dir())
+    found = survey(paths.prefixes_dir())
     chosen = found if model is None else _of(model, found)
     n_files, size = sum(m.n_files for m in chosen), gb(sum(m.size_bytes for m in chosen))
     names = ", ".join(sorted({_name(m) for m in chosen}))
     if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size}, of {names}?"):
         return
-    cleared = cache_folder.clear(chosen)
+    cleared = remove(chosen)
     if as_json:
         print_json({"removed_files": cleared.n_files, "freed_bytes": cleared.freed_bytes, "left_files": cleared.n_left})
     else:

@@ -5,11 +5,11 @@ counts; checksummed, so a corrupt or foreign one is a miss and never a wrong ans
 pauses between requests if there are any, and another reads (kv_file.py); the engine never waits for either. What the
 writer did becomes true for the engine when that calls `sync`, so that a block changes on one thread only.
 
-The directory is bounded, and smaller where the disk is nearly full: what the context holds too goes first, then files by
-their time stamps, which say when the engine's cache last used them.
+The directory is bounded, and smaller where the disk is nearly full. What leaves it is cache/eviction.py's; files' time
+stamps say when the engine's cache last used them.
 
-What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written because of that, or
-as a short one that may never come again, is held back: in memory only, until it is used again.
+What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written because of that is in
+memory only; it is written when it leaves that, if the day has bytes again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import Block, EvictablePool, Kind, StoredFile, depth, file_time_ns, files_to_remove
@@ -42,21 +42,22 @@ Outcome = Literal["written", "failed", "removed", "held back"]
 # What an engine without a disk says of it.
 NO_DISK = dict.fromkeys(
     ("disk_written_bytes", "disk_written_today_bytes", "disk_daily_limit_bytes", "disk_budget_used_up",
-     "disk_held_back_blocks", "disk_read_blocks", "disk_bad_blocks"), 0
+     "disk_read_blocks", "disk_bad_blocks"), 0
 )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DiskBlock(Block):
     """A block in memory, on disk, or both. `pending`: it waits to be written, or is being written; `written`: it has a
-    file; `again`: it was used since it was made. `used_ns`: when it was used, `stamp_ns`: what its file says of that,
-    which is the writer's alone; all else is the engine's thread's."""
+    file, of `file_bytes`; `failed`: it could not be written, and was not used since. `used_ns`: when it was used, `stamp_ns`:
+    what its file says of that, which is the writer's alone; all else is the engine's thread's."""
 
     path: Path
     tier: DiskTier
     kind: Kind = "kv"
     written: bool = False
-    again: bool = False
+    failed: bool = False
+    file_bytes: int = 0
     used_ns: int = 0
     stamp_ns: int = 0
 
@@ -81,17 +82,20 @@ class DiskBlock(Block):
 
     def touch(self, at: int) -> None:
         """Its file is as recent as this."""
-        self.tier.touch(self, at)
+        self.failed = False
+        self.used_ns = max(at, self.used_ns)
 
     def discard(self) -> None:
         """No sequence has it any more: if it waits to be written, it does so no longer."""
         self.data = None
-        self.tier.forget_held_back(self)
 
-    @property
-    def fleeting(self) -> bool:
-        """It may never be wanted again, and if it is, little is lost."""
-        return not self.again and self.stop - self.start <= tunables.SHORT_BLOCK_TOKENS
+
+class _Survey(NamedTuple):
+    """The files of all models, those unused the longest first, what they take, and what they may take."""
+
+    files: Sequence[StoredFile] = ()
+    files_bytes: int = 0
+    most_bytes: int = 0
 
 
 @dataclass
@@ -115,17 +119,15 @@ class DiskTier:
     _working: threading.Event = field(default_factory=threading.Event)
     _hurry: bool = False
     _closing: bool = False
-    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens, float] | None] = field(default_factory=queue.SimpleQueue)
+    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens, int, float] | None] = field(default_factory=queue.SimpleQueue)
     _outcomes: deque[tuple[DiskBlock, Outcome]] = field(default_factory=deque)
     _told: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
-    # When a file was last written: what all of them take, and how old the oldest is.
-    _files_bytes: int = 0
-    _oldest_ns: int = 0
+    # As of the last write, less what the engine removed since.
+    _seen: _Survey = field(default_factory=_Survey)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _blocks: dict[Path, DiskBlock] = field(default_factory=dict)
-    _held_back: dict[DiskBlock, Tokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
@@ -158,13 +160,15 @@ class DiskTier:
         for (block, _, _), at_ns in zip(found, used_ns, strict=True):
             block.used_ns = at_ns
         self.budget.written_bytes()
+        self._seen = self._survey()
         self._start()
         return entered
 
     def _block(self, entry: KvEntry, path: Path, kind: Kind, size_bytes: int = 0) -> DiskBlock:
         return DiskBlock(
-            data=None, start=entry.start, stop=len(entry.tokens), size_bytes=size_bytes, path=path, tier=self, kind=kind
-        )
+            data=None, start=entry.start, stop=len(entry.tokens), size_bytes=size_bytes, path=path, tier=self, kind=kind,
+            file_bytes=entry.size_bytes(size_bytes)
+        )  # fmt: skip
 
     def remove_stale(self, older: str) -> None:
         """Remove the directories beside this one whose names begin with `older`: what they hold has lost its meaning."""
@@ -176,15 +180,21 @@ class DiskTier:
         """A block for `cache.insert`, which ends where `tokens` do; `write` has it written then."""
         entry = KvEntry(self.identity, tokens, start, kind == "state")
         block = self._block(entry, self.directory / entry.file_name, kind, len(data))
-        block.data, block.pending = data, True
+        block.data = data
         return block
 
-    def write(self, block: DiskBlock, tokens: Tokens) -> None:
+    def wants(self, block: DiskBlock) -> bool:
+        """Is it in memory alone, and worth a try?"""
+        there = block.written or block.pending or block.failed or block.data is None
+        return not there and not self.budget.known()[1]
+
+    def write(self, block: DiskBlock, tokens: Tokens, until_ns: int | None = None) -> None:
+        """Have a block written; files that were used after `until_ns` (None: after the block) make no room for it."""
         self._blocks[block.path] = block
-        block.again = False
+        block.pending = True
         with self._lock:
-            self._pending_bytes += block.held_bytes
-        self._jobs.put((block, tokens.copy(), time.monotonic()))
+            self._pending_bytes += block.file_bytes
+        self._jobs.put((block, tokens.copy(), block.file_time_ns if until_ns is None else until_ns, time.monotonic()))
 
     def sync(self, trees: Sequence[PrefixCache]) -> None:
         """Make true what the writer did since: blocks that are written can be demoted, ones that were removed and are in
@@ -193,11 +203,8 @@ class DiskTier:
         while self._outcomes:
             block, what = self._outcomes.popleft()
             block.pending = block.pending and what == "removed"
-            block.written = what == "written"
+            block.written, block.failed = what == "written", what == "failed"
             trees[0].budget.changes += 1
-            if what == "held back" and block.data is None:
-                # It was evicted meanwhile.
-                self.forget_held_back(block)
             if what == "removed" and block.data is None:
                 for tree in trees:
                     tree.forget(block)
@@ -208,22 +215,6 @@ class DiskTier:
         """Wait until something was written, at most so long; False if nothing was."""
         return bool(self._outcomes) or self._told.wait(seconds)
 
-    def touch(self, block: DiskBlock, at_ns: int) -> None:
-        """A block was used, at that time. One that was held back is worth writing after all, if the day has bytes left."""
-        tokens = self._held_back.get(block)
-        _, used_up = self.budget.known()
-        # While it is pending, what the writer decided is not known here yet.
-        if tokens is not None and not block.pending and not used_up:
-            del self._held_back[block]
-            block.pending = True
-            self.write(block, tokens)
-        block.again = True
-        block.used_ns = max(at_ns, block.used_ns)
-
-    def forget_held_back(self, block: DiskBlock) -> None:
-        """A block is no longer held in memory: if it was held back, nothing is left of it."""
-        self._held_back.pop(block, None)
-
     def snapshot(self) -> dict[str, int]:
         """Its counters, as NO_DISK names them; what others wrote today is as new as our last write."""
         today_bytes, used_up = self.budget.known()
@@ -232,7 +223,6 @@ class DiskTier:
             "disk_written_today_bytes": today_bytes,
             "disk_daily_limit_bytes": self.daily_bytes,
             "disk_budget_used_up": int(used_up),
-            "disk_held_back_blocks": len(self._held_back),
             "disk_read_blocks": self.read_blocks,
             "disk_bad_blocks": self.bad_blocks,
         }
@@ -282,22 +272,35 @@ class DiskTier:
             (self.quiet.clear if busy else self._working.clear)()
             (self._working.set if busy else self.quiet.set)()
 
-    def has_room(self, n_bytes: int, until_ns: int) -> bool:
-        """Could so many bytes be written without removing what was used after `until_ns`, as far as is known?"""
-        return self._files_bytes + n_bytes <= self.capacity_bytes or self._oldest_ns <= until_ns
-
-    def remove_copies(self, n_bytes: int, held: Iterable[tuple[EvictablePool, Block]]) -> None:
-        """Make room for so many bytes by removing files of what is `held` elsewhere, as far as that goes."""
-        for pool, block in held:
-            if self._files_bytes + self._pending_bytes + n_bytes <= self.capacity_bytes:
-                return
-            if isinstance(block, DiskBlock) and block.written and not block.pending:
-                block.path.unlink(missing_ok=True)
-                block.written = False
-                self._blocks.pop(block.path, None)
-                self._files_bytes -= block.size_bytes
-                if block.data is None:
-                    pool.forget(block)
+    def make_way(
+        self, n_bytes: int, until_ns: int, copies: Callable[[], Iterable[tuple[EvictablePool, DiskBlock]]]
+    ) -> bool:
+        """Could so many bytes be written without removing what was used after `until_ns`, as far as is known? `copies`: what
+        is elsewhere too, whose files are removed for them whenever they were used, if that is enough."""
+        missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.most_bytes
+        for file in self._seen.files:
+            if missing <= 0 or file.used_ns > until_ns:
+                break
+            own = self._blocks.get(file.path)
+            missing -= file.size_bytes if own is None or own.file_time_ns <= until_ns else 0
+        going = []
+        for pool, block in copies() if missing > 0 else ():
+            if missing > 0 and block.file_time_ns > until_ns:
+                going.append((pool, block))
+                missing -= block.file_bytes
+        if missing > 0:
+            return False
+        for pool, block in going:
+            block.path.unlink(missing_ok=True)
+            block.written = False
+            self._blocks.pop(block.path, None)
+            if block.data is None:
+                pool.forget(block)
+        if going:
+            gone = {block.path for _, block in going}
+            left = [file for file in self._seen.files if file.path not in gone]
+            self._seen = self._seen._replace(files=left, files_bytes=sum(file.size_bytes for file in left))
+        return True
 
     def hurry(self, wanted: bool) -> None:
         """Somebody waits for room in memory: write without waiting for a pause, or take that back."""
@@ -335,30 +338,29 @@ class DiskTier:
 
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
-            block, tokens, queued_s = job
+            block, tokens, until_ns, queued_s = job
             self._wait_for_a_pause(queued_s + tunables.WRITE_PATIENCE_S)
-            what = self._put(block, tokens)
-            self.budget.written_bytes()
             with self._lock:
-                self._pending_bytes -= block.size_bytes
+                self._pending_bytes -= block.file_bytes
+            what = self._put(block, tokens, until_ns)
+            self.budget.written_bytes()
             self._outcomes.append((block, what))
             self._told.set()
             if self._jobs.empty():
                 self._stamp()
         self._stamp()
 
-    def _put(self, block: DiskBlock, tokens: Tokens) -> Outcome:
+    def _put(self, block: DiskBlock, tokens: Tokens, until_ns: int) -> Outcome:
         data = block.data
         if data is None:
             # It was evicted meanwhile: nobody waits for it.
             return "failed"
         if block.path.exists():
             return "written"
-        if self.budget.used_up or (block.fleeting and not self.budget.easy):
-            self._held_back[block] = tokens
+        if self.budget.used_up:
             return "held back"
         try:
-            self._write_file(tokens, block, data)
+            self._write_file(tokens, block, data, until_ns)
         except OSError:
             # A full or read-only disk costs us the block, nothing more.
             with contextlib.suppress(OSError):
@@ -377,13 +379,12 @@ class DiskTier:
             if self._closing or self._hurry or not self._working.wait(tunables.WRITE_PAUSE_S):
                 return
 
-    def _write_file(self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview) -> None:
+    def _write_file(self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview, until_ns: int) -> None:
         entry = KvEntry(self.identity, tokens, block.start, block.kind == "state")
         # Somebody may have cleared the folder.
         put_label(self.directory, self.model)
-        size_bytes = entry.size_bytes(len(data))
-        self._make_room(block, size_bytes)
-        self.budget.count(self.directory, size_bytes)
+        self._make_room(block, until_ns)
+        self.budget.count(self.directory, block.file_bytes)
         part = block.path.with_suffix(".part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as f:
@@ -406,25 +407,30 @@ class DiskTier:
                     os.utime(block.path, ns=(stamp_ns, stamp_ns))
                     block.stamp_ns = stamp_ns
 
-    def _make_room(self, block: DiskBlock, need_bytes: int) -> None:
-        """Remove files (of every model) until the `need_bytes` of `block` fit; OSError where they don't."""
+    def _survey(self) -> _Survey:
         files = []
         for path in self.directory.parent.glob("*/*.kv"):
             with contextlib.suppress(OSError):
                 stat, own = path.stat(), self._blocks.get(path)
                 files.append(StoredFile(own.file_time_ns if own is not None else stat.st_mtime_ns, stat.st_size, path))
         total = sum(file.size_bytes for file in files)
-        capacity_bytes = min(self.capacity_bytes, total + shutil.disk_usage(self.directory).free - self.free_bytes)
-        if need_bytes > capacity_bytes:
+        spare_bytes = shutil.disk_usage(self.directory).free - self.free_bytes
+        return _Survey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
+
+    def _make_room(self, block: DiskBlock, until_ns: int) -> None:
+        """Remove files that were used until then until that of `block` fits; OSError where it doesn't."""
+        files, total, most_bytes = self._survey()
+        if block.file_bytes > most_bytes:
             raise OSError("larger than the whole tier, or than what the disk has to spare")
-        removed, enough = files_to_remove(files, total + need_bytes - capacity_bytes, block.file_time_ns)
-        self._files_bytes = total + need_bytes - sum(file.size_bytes for file in removed)
-        self._oldest_ns = min((f.used_ns for f in set(files) - set(removed)), default=0)
+        removed, enough = files_to_remove(files, total + block.file_bytes - most_bytes, until_ns)
         for file in removed:
             file.path.unlink(missing_ok=True)
             gone = self._blocks.get(file.path)
             if gone is not None:
                 self._outcomes.append((gone, "removed"))
+        new = [StoredFile(block.file_time_ns, block.file_bytes, block.path)] if enough else []
+        left = sorted({*files, *new} - set(removed))
+        self._seen = _Survey(left, sum(file.size_bytes for file in left), most_bytes)
         if not enough:
             raise OSError("all that is there was used since")
 

@@ -1,12 +1,14 @@
 """What leaves first where room is short: changing how the cache evicts is changing this file.
 
-memory    What the context holds too, if its cells are needed; then the blocks unused the longest, whichever tree has
-          them. One with a copy on disk is demoted: it loses its memory, never its place. One that is being written is
-          waited for. Only one without a copy is evicted. What is locked stays, and nothing is evicted for what was used
-          longer ago, nor within the hour for a sequence that could stay in the context.
 context   Finished sequences that are in the cache leave as soon as others run, and before a prompt is read. Where cells
           are needed the oldest is cut from its end, and its end goes to memory.
-disk      The files unused the longest, of all models, but none for what was used longer ago.
+memory    What the context holds too, if its cells are needed; then the blocks unused the longest, whichever tree has
+          them. One with a copy on disk is demoted: it loses its memory, never its place. One without is written, if the
+          disk has room for it, and waited for; else it is evicted. What is locked stays, and nothing is evicted for what
+          was used longer ago, nor within the hour for a sequence that could stay in the context.
+disk      The files unused the longest, of all models, but none for what was used longer ago. What is new is written at
+          once, so that it survives a crash; but a file used within the hour makes way only if its block is in memory or in
+          the context too. So where room is short each place holds what the others don't.
 
 Of what was used together, ends of sequences leave before their beginnings (`depth`).
 """
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from localllm.engine.cache import tunables
 from localllm.engine.tokens import Tokens
@@ -84,16 +86,17 @@ class Candidate(NamedTuple):
     pool: EvictablePool
 
 
-class EvictablePool:
-    """Blocks that can be asked for their memory, a tree of them: those that hold some and are not locked, those on a prefix's
-    way, and to keep only a block's copy (bytes freed), to forget one, locked or not, or to evict one that is not."""
+class EvictablePool(Protocol):
+    """Blocks that can be asked for their memory: a tree of them."""
 
     held_bytes: int
-    candidates: Callable[[], Iterable[Candidate]]
-    on_path: Callable[[Tokens], set[Block]]
-    demote: Callable[[Block], int]
-    forget: Callable[[Block], None]
-    evict: Callable[[Block], None]
+
+    def candidates(self) -> Iterable[Candidate]: ...  # those that hold some and are not locked
+    def on_path(self, prefix: Tokens) -> set[Block]: ...  # those that a prefix goes through
+    def line(self, block: Block) -> Tokens | None: ...  # the tokens that one ends; None: not known any more
+    def demote(self, block: Block) -> int: ...  # keep only its copy; returns the bytes freed
+    def forget(self, block: Block) -> None: ...  # locked or not
+    def evict(self, block: Block) -> None: ...  # one that is not locked
 
 
 @dataclass(eq=False)
@@ -101,8 +104,9 @@ class CacheBudget:
     """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds, so that files
     can be compared by it, but always on. `changes` grows with everything that may make room or
     changes what is found: who was refused, or remembers what it found, asks again. `in_context`: blocks whose tokens the
-    context holds too, the first to go where something has to leave it. `wait` until something was written; False if that is not
-    to be waited for."""
+    context holds too, the first to go where something has to leave it. `save`: have a block written that only memory holds,
+    for which what was used until then may go ("pending": it will be, "free": there is no need). `wait` until something was
+    written; False if that is not to be waited for."""
 
     capacity_bytes: int
     uses: int = 0
@@ -110,6 +114,7 @@ class CacheBudget:
     pools: list[EvictablePool] = field(default_factory=list)
     clock: Callable[[], int] = time.time_ns
     in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
+    save: Callable[[Candidate, int], Space] = lambda *_: "free"
     wait: Callable[[], bool] = bool
 
     def use(self) -> int:
@@ -120,6 +125,11 @@ class CacheBudget:
     @property
     def held_bytes(self) -> int:
         return sum(pool.held_bytes for pool in self.pools)
+
+    @property
+    def forgotten(self) -> int:
+        """What was used until then makes way for what could do without."""
+        return self.uses - int(tunables.FORGOTTEN_S * 1e9)
 
     def make_room(
         self, need_bytes: int, *, prefix: Tokens | None = None, used: int | None = None, force: bool = False
@@ -135,12 +145,14 @@ class CacheBudget:
         until = self.uses if used is None else used
         if force:
             missing -= self._drop_copies(missing)
-        missing -= self._evict(missing, keep, until, pending=False)
-        while missing > 0 and any(c.block.pending for c in self._candidates()):
+        # What could stay where it is takes no other's place on disk.
+        saved = force or until > self.forgotten
+        missing -= self._evict(missing, keep, until, "saved" if saved else "kept")
+        while missing > 0 and any(c.block.pending for c in self.candidates()):
             if not force:
                 return "pending"
             waited = self.wait()
-            missing -= self._evict(missing, keep, until, pending=not waited)
+            missing -= self._evict(missing, keep, until, "saved" if waited else "evicted")
             if not waited:
                 break
         return "free" if missing <= 0 else "full"
@@ -159,10 +171,7 @@ class CacheBudget:
 
     def shrink(self, n_bytes: int) -> int:
         """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed."""
-        freed = self._evict(n_bytes, set(), self.uses, pending=False, all_or_nothing=False)
-        if freed < n_bytes:
-            freed += self._evict(n_bytes - freed, set(), self.uses, pending=True, all_or_nothing=False)
-        return freed
+        return self._evict(n_bytes, set(), self.uses, "evicted", all_or_nothing=False)
 
     def resize(self, capacity_bytes: int) -> None:
         """Hold no more than so many bytes from now on; what is held already stays until there is need for room."""
@@ -170,25 +179,39 @@ class CacheBudget:
             self.capacity_bytes = capacity_bytes
             self.changes += 1
 
-    def _candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[Candidate]:
+        """What holds memory and is not locked, unused the longest first."""
         found = (candidate for pool in self.pools for candidate in pool.candidates())
         return sorted(found, key=lambda c: (c.last_used, -c.depth))
 
-    def _evict(self, n_bytes: int, keep: set[Block], until: int, *, pending: bool, all_or_nothing: bool = True) -> int:
-        """Free up to `n_bytes` from the blocks unused the longest; `pending` ones only if told to, and none evicted that
-        was used after `until` or is to be kept. `all_or_nothing`: nothing is evicted unless that is enough, for two
-        sequences could else take turns at losing what the other can't use. Returns the bytes freed."""
-        freed, lost = 0, 0
+    def _evict(
+        self,
+        n_bytes: int,
+        keep: set[Block],
+        until: int,
+        unwritten: Literal["saved", "kept", "evicted"],
+        *,
+        all_or_nothing: bool = True,
+    ) -> int:
+        """Free up to `n_bytes` from the blocks unused the longest, but evict none that was used after `until` or is to be
+        kept. What is `unwritten` so far is saved if it can be; or kept only if it is being written; or evicted, what is not
+        being written first. `all_or_nothing`: nothing is evicted unless that is enough, for two sequences could else take
+        turns at losing what the other can't use. Returns the bytes freed."""
+        freed, lost, coming, disk = 0, 0, 0, unwritten == "saved"
         doomed: list[Candidate] = []
-        for candidate in self._candidates():
-            if freed + lost >= n_bytes:
+        for candidate in sorted(self.candidates(), key=lambda c: unwritten == "evicted" and c.block.pending):
+            if freed + lost + coming >= n_bytes:
                 break
             block = candidate.block
-            demoted = candidate.pool.demote(block)
-            if demoted:
+            if demoted := candidate.pool.demote(block):
                 freed += demoted
                 self.changes += 1
-            elif candidate.last_used <= until and block not in keep and (pending or not block.pending):
+                continue
+            if disk and not block.pending:
+                disk = self.save(candidate, until) != "full"
+            if block.pending and unwritten != "evicted":
+                coming += block.held_bytes if unwritten == "saved" else 0
+            elif candidate.last_used <= until and block not in keep:
                 lost += block.held_bytes
                 doomed.append(candidate)
         if all_or_nothing and freed + lost < n_bytes:

@@ -307,7 +307,7 @@ class SequencePool:
         info, able = self._backend.info, self._backend.capabilities
         n_sequences = live + len(self._idle)
         if not (busy and eviction.may_stay(able, info, self._backend.cells_free(), n_sequences, self._step_share)):
-            for idle in self._idle:
+            for idle in reversed(self._idle) if self.kv.closing else self._idle:
                 if not idle.exported and self._export_next(idle):
                     break
         self.kv.hurry(self.waiting)
@@ -389,7 +389,8 @@ class SequencePool:
         while self._idle:
             more = self.tick(busy=False)
             if not more and not (self.waiting and self.kv.wait(tunables.CLOSE_S)):
-                return
+                break
+        self.kv.close()
 
     @property
     def waiting(self) -> bool:

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.disk import DiskBlock, DiskTier
-from localllm.engine.cache.eviction import Block, CacheBudget, Space, state_interval
+from localllm.engine.cache.eviction import Block, CacheBudget, EvictablePool, Space, state_interval
 from localllm.engine.cache.matching import RestorePlan, longest_state, plan_restore
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary, next_image_boundary
@@ -46,6 +46,7 @@ class KvStore:
         if disk is not None:
             disk.open(self.cache, self.states)
             self.budget.wait = self._wait_for_writing
+            self.budget.save = lambda c, until: self._write(c.pool, c.block, until, leaves=True)
 
     @property
     def trees(self) -> list[PrefixCache]:
@@ -176,9 +177,6 @@ class KvStore:
         n_tokens = len(prefix) - start
         along = None if newer else prefix
         until = self._evicts_until(used, force=force or newer)
-        stays = not (force or newer or self.has_points or self.closing)
-        if stays and self.disk is not None and not self.disk.has_room(self._least_bytes(n_tokens), until or 0):
-            return "full"
         space = self.budget.make_room(self._least_bytes(n_tokens), prefix=along, used=until, force=force)
         if space != "free":
             return space
@@ -220,8 +218,7 @@ class KvStore:
         the context only what is forgotten."""
         if force or self.has_points or self.closing:
             return used
-        forgotten = self.budget.uses - int(tunables.FORGOTTEN_S * 1e9)
-        return forgotten if used is None else min(used, forgotten)
+        return self.budget.forgotten if used is None else min(used, self.budget.forgotten)
 
     def _least_bytes(self, n_tokens: int) -> int:
         """The least that the export of so many tokens can have."""
@@ -233,13 +230,40 @@ class KvStore:
     def _insert(self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None) -> Space:
         if self.disk is None:
             return "free" if tree.insert(prefix, Block(data, start, len(prefix)), used) else "full"
-        if not self.closing:
-            self.disk.remove_copies(len(data), self.budget.in_context())
         block = self.disk.make_block(prefix, data, start, tree.kind)
         if not tree.insert(prefix, block, used):
             return "full"
-        self.disk.write(block, prefix)
+        self._write(tree, block, self.budget.uses if self.closing else self.budget.forgotten)
         return "free"
+
+    def _write(self, pool: EvictablePool, block: Block, until: int, *, leaves: bool = False) -> Space:
+        """Have a block written that only memory holds ("pending"), if room for it can be made of files used until then, or
+        of files of what is elsewhere too; unless it `leaves` memory, only of what was used before it, or two would be written
+        by turns. "free": it can't or needn't be written."""
+        if self.disk is None or not isinstance(block, DiskBlock) or not self.disk.wants(block):
+            return "free"
+        line, until = pool.line(block), min(until, block.file_time_ns)
+        if line is None:
+            return "free"
+        for at in sorted({until, min(until, self.budget.forgotten)}):
+            if self.disk.make_way(block.file_bytes, at, lambda: self._copies(None if leaves else block.file_time_ns)):
+                self.disk.write(block, line, until)
+                return "pending"
+        return "full"
+
+    def _copies(self, before_ns: int | None) -> list[tuple[EvictablePool, DiskBlock]]:
+        """What has a file and is elsewhere too, and was used before then, unused the longest first."""
+        held = {block: pool for pool, block in self.budget.in_context()}
+        held |= {c.block: c.pool for c in self.budget.candidates()}
+        found = [(p, b) for b, p in held.items() if isinstance(b, DiskBlock) and b.written and not b.pending]
+        older = [c for c in found if before_ns is None or c[1].file_time_ns < before_ns]
+        return sorted(older, key=lambda copy: copy[1].file_time_ns)
+
+    def close(self) -> None:
+        """Nothing stays in memory: have it written, the newest first."""
+        for candidate in reversed(self.budget.candidates()):
+            if self._write(candidate.pool, candidate.block, self.budget.uses) == "full":
+                return
 
     def lost(self, block: Block) -> None:
         """A block could not be read or imported."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from localllm.engine.cache.eviction import Block, CacheBudget, Candidate, EvictablePool, Kind, depth, spare_snapshots
+from localllm.engine.cache.eviction import Block, CacheBudget, Candidate, Kind, depth, spare_snapshots
 from localllm.engine.tokens import Tokens
 
 
@@ -96,7 +96,7 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     return int(different[0]) if different.size else n
 
 
-class PrefixCache(EvictablePool):
+class PrefixCache:
     """The tree. Pure: no backend, no clock (recency is counted in the `budget`'s uses). It has `capacity_bytes` to itself,
     unless it shares a `budget`."""
 
@@ -203,8 +203,10 @@ class PrefixCache(EvictablePool):
         return True
 
     def promote(self, block: Block, data: bytes | memoryview) -> None:
-        """Hold in memory what was read from disk, if there is room: it was used just now."""
-        if block in self._users and not block.held_bytes and self.budget.make_room(len(data)) == "free":
+        """Hold in memory what was read from disk, if that costs nobody else's: it was used just now."""
+        if block not in self._users or block.held_bytes:
+            return
+        if self.budget.make_room(len(data), used=self.budget.forgotten) == "free":
             block.promote(data)
             self.held_bytes += block.held_bytes
 
@@ -269,6 +271,11 @@ class PrefixCache(EvictablePool):
             return 0
         self.held_bytes -= held
         return held
+
+    def line(self, block: Block) -> Tokens | None:
+        """The tokens that `block` ends; None where its end has another block now."""
+        end = max(self._users[block], key=lambda node: node.stop)
+        return np.concatenate([node.tokens for node in self._path(end)]) if end.stop == block.stop else None
 
     def evict(self, block: Block) -> None:
         nodes = self._users[block]

@@ -76,10 +76,6 @@ WRITE_RESTS, WRITE_REST_S = 20.0, 0.02
 WRITE_WAIT_SHARE, WRITE_WAIT_S = 0.25, 3.0
 # bytes; left to others on a disk that others write to
 DISK_FREE_BYTES = 2 * 10**9
-# tokens; a block of so many at most is computed again in a moment
-SHORT_BLOCK_TOKENS = 256
-# share of a day's bytes; short blocks that may not be wanted again are written while less than this is gone
-EASY_SHARE = 0.5
 # nanoseconds a token of depth; coarser than any current file system's time stamps (NTFS: 100 ns)
 FILE_DEPTH_NS = 1000
 
