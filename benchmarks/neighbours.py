@@ -15,15 +15,15 @@ import json
 import os
 import statistics
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server, empty_home
-from benchmarks.rounds import report, write
+from benchmarks.rounds import interleave, report, write
 from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import unique, user
 from localllm.bench.stream import BenchTarget, free_port
@@ -118,8 +118,7 @@ def heavy(server: BenchTarget, rounds: int) -> RoundComparison:
         for thread in threads:
             thread.join()
 
-    for kind, body in packed.items():
-        interleave(rounds, lambda kind=kind, body=body: one(kind, body))  # type: ignore[misc]
+    interleave(rounds, *(partial(one, kind, body) for kind, body in packed.items()))
     return table
 
 
