@@ -49,7 +49,9 @@ class Server:
     @property
     def target(self) -> BenchTarget:
         """As a client meets it."""
-        return BenchTarget(self.name, f"http://127.0.0.1:{self.port}/v1", self.model, key=self.key, restart=self.restart)
+        return BenchTarget(
+            self.name, f"http://127.0.0.1:{self.port}/v1", self.model, key=self.key, restart=self.restart
+        )
 
     def start(self) -> float:
         """Start it; seconds until it answers one token. Raises BackendError where it does not, with its last words."""

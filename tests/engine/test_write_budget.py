@@ -144,7 +144,11 @@ def test_the_floor_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def engine_on(directory: Path, *, daily_bytes: int, cache_bytes: int = 2**30) -> tuple[Engine, DiskTier]:
     settings = EngineSettings(
-        cache_bytes=cache_bytes, disk_dir=str(directory), disk_bytes=10**9, disk_daily_bytes=daily_bytes, headroom_bytes=0
+        cache_bytes=cache_bytes,
+        disk_dir=str(directory),
+        disk_bytes=10**9,
+        disk_daily_bytes=daily_bytes,
+        headroom_bytes=0,
     )
     engine = Engine(ScriptedBackend(n_ctx=2048, n_batch=64), settings)
     tier = engine.pool.kv.disk

@@ -126,9 +126,7 @@ def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
     assert {r.status_code for r in said} == {400}
 
 
-def test_others_are_answered_while_a_large_body_is_translated(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_answered_while_a_large_body_is_translated(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, answered, translate = threading.Event(), threading.Event(), chat.chat_request
 
     def held(*given: Any) -> Any:
