@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from localllm.errors import UnsupportedError
+from localllm.grammars.deep_stack import check_parts
 from localllm.grammars.json_lark import ANY_ORDER, JsonRules
 from localllm.grammars.schema_words import holds, made_of
 from localllm.grammars.translator import BOUNDS, INERT, Schema, Translator
@@ -95,9 +96,10 @@ def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
 
 def settled(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
     """A constraint as the engine takes it: a schema that need not hold whole (`loose_schema`) without what can't be kept,
-    and the names of that as response_format.WORD."""
+    and the names of that as response_format.WORD. Raises UnsupportedError for one of too many parts."""
     if grammar is None or grammar[0] != "loose_schema":
         return grammar, ()
+    check_parts(grammar[1])
     schema, words = loosened(json.loads(grammar[1]))
     return ("json_schema", json.dumps(schema)), tuple(f"response_format.{word}" for word in words)
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from localllm.errors import UnsupportedError
+from localllm.grammars.deep_stack import on_deep_stack
 from localllm.grammars.values import OPPOSITE, SPEAKS_OF, TYPES, kind_of, matches, picked, values_of
 
 _MOST_NESTED = 6
@@ -36,7 +38,10 @@ def made_of(grammar: str) -> str:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_SIZE, verbose_errors=False)
-    said = LLMatcher.validate_grammar(grammar, None, limits=limits).strip()
+    try:
+        said = on_deep_stack(grammar, lambda: LLMatcher.validate_grammar(grammar, None, limits=limits)).strip()
+    except UnsupportedError as e:
+        said = str(e)
     return said.splitlines()[0] if said else ""
 
 

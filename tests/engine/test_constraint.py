@@ -67,6 +67,35 @@ def test_other_grammars_are_obeyed(engine: Engine, grammar: tuple[str, str], pat
     assert re.fullmatch(pattern, outcome.text["a"])
 
 
+def _rules(name: str, n: int, sign: str) -> str:
+    """A chain: each rule leads to the next."""
+    return "".join(f'{name}{i}{sign} "a" {name}{i + 1}\n' for i in range(n)) + f'{name}{n}{sign} "b"\n'
+
+
+@pytest.mark.parametrize("name", ["r", "T"])
+def test_a_chain_of_rules_ends_no_process(engine: Engine, name: str) -> None:
+    """Of 8,000 the grammar engine's own recursion took more than a thread's stack has."""
+    source = f"start: {name}0\n{_rules(name, 8000, ':')}"
+    outcome = run(engine, request_for("a", PROMPT, max_tokens=8, sampling=GREEDY, grammar=("lark", source)))
+    assert set(outcome.text["a"]) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(45_000)}})), "at most"),
+        (("lark", f"start: r0\n{_rules('r', 60_000, ':')}"), "at most"),
+        (("gbnf", f"root ::= r0\n{_rules('r', 5_000, ' ::=')}"), "too often"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_is_too_large_is_refused_with_the_reason(
+    engine: Engine, grammar: tuple[str, str], why: str
+) -> None:
+    failed = run(engine, request_for("a", PROMPT, max_tokens=8, sampling=GREEDY, grammar=grammar)).failure("a")
+    assert why in failed.message
+    assert failed.code == "unsupported_parameter"
+
+
 @pytest.mark.parametrize("grammar", [("json_schema", "{"), ("lark", "start: ("), ("regex", "("), ("poem", "x")])
 def test_what_cant_be_enforced_is_refused(engine: Engine, grammar: tuple[str, str]) -> None:
     outcome = run(engine, request_for("a", PROMPT, max_tokens=5, grammar=grammar))

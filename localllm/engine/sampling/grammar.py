@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.sampling.row import Row
 from localllm.errors import UnsupportedError
+from localllm.grammars.deep_stack import check_parts, on_deep_stack
 from localllm.grammars.gbnf import lark_of
 from localllm.grammars.json_schema import schemas_in
 from localllm_backends.contract import Backend
@@ -79,6 +80,7 @@ class GrammarCompiler:
 
         kind, source = grammar
         try:
+            check_parts(source)
             if kind == "json_schema":
                 compiled = LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(json.loads(source))}"))
             elif kind == "regex":
@@ -87,9 +89,12 @@ class GrammarCompiler:
                 compiled = LLMatcher.grammar_from_lark(self._with_tokens(schemas_in(lark_of(source))))
             else:
                 raise UnsupportedError(f"unknown kind of grammar {kind!r}")
+            tokenizer = self._prepared()
+            matcher = on_deep_stack(compiled, lambda: LLMatcher(tokenizer, compiled, log_level=0))
         except ValueError as e:
             raise UnsupportedError(f"the {kind} can't be read: {e}") from e
-        matcher = LLMatcher(self._prepared(), compiled, log_level=0)
+        except RecursionError as e:
+            raise UnsupportedError(f"the {kind} can't be read: its rules lead to one another too often") from e
         if matcher.is_error():
             raise UnsupportedError(f"the {kind} can't be enforced: {_first_line(matcher.get_error())}")
         assert self._vocabulary is not None
