@@ -330,3 +330,25 @@ def test_a_worker_that_nobody_hears_any_more_ends(
         child.stdout.close()
         print(json.dumps(message), file=child.stdin, flush=True)
         assert child.wait(60) == 0
+
+
+def test_others_are_answered_before_a_long_text_is_tokenised(few_layers: Path) -> None:
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        done: list[str] = []
+
+        async def asked(name: str, text: str) -> list[int]:
+            tokens = await engine.tokenize(text)
+            done.append(name)
+            return tokens
+
+        message = "<|im_start|>user\nhi<|im_end|>\n"
+        long = asyncio.create_task(asked("long", message * 40_000))
+        await asyncio.sleep(0)
+        short = await asked("short", message)
+        assert await long == short * 40_000
+        assert done == ["short", "long"]
+        _, _, end = await generate(engine, request_for("a", message * 40_000, max_tokens=4, sampling=GREEDY))
+        assert isinstance(end, Failure)
+        assert end.counts == (40_000 * len(short), 2048)
+
+    with_model(few_layers, use)

@@ -17,6 +17,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,8 @@ from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
 
 _PROGRESS_STEP = 0.02
+# characters; tokenising more takes some ten milliseconds
+_LONG_TEXT = 2**16
 
 
 class Worker:
@@ -43,7 +46,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         # Since when the engine's thread has been in one call; None while it waits for messages.
         self._busy_since_s: float | None = None
-        # Requests with images, those among them whose files are being decoded, and whose client has left meanwhile.
+        # Requests with images or long texts, those among them that are being prepared, and whose client has left meanwhile.
         self._to_prepare: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._preparing: set[str] = set()
         self._left: set[str] = set()
@@ -53,8 +56,7 @@ class Worker:
         self._pipe.say({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
         backend = engine.backend
-        if backend.capabilities.vision:
-            threading.Thread(target=self._prepare, args=[backend], name="pictures", daemon=True).start()
+        threading.Thread(target=self._prepare, args=[backend], name="preparer", daemon=True).start()
         self._loop(engine)
         # What was read and written so far is worth keeping also where the answer isn't wanted any more.
         for request_id in [*engine.jobs.running]:
@@ -150,16 +152,15 @@ class Worker:
         backend = engine.backend
         match message["op"]:
             case "submit":
-                if message["request"].get("images"):
+                if _takes_long(message["request"], "prompt"):
                     self._preparing.add(message["request"]["id"])
                     self._to_prepare.put(message)
                 else:
                     self._submit(backend, message["request"])
-            case "tokenize" if message.get("images"):
+            case "tokenize" if _takes_long(message, "text"):
                 self._to_prepare.put(message)
             case "tokenize":
-                tokens = tokenized(backend, message["text"], special=message["special"], add_bos=message["add_bos"])
-                self._pipe.answer(message, tokens)
+                self._pipe.answer(message, _tokens(backend, message))
             case "detokenize":
                 data = b"".join(backend.token_bytes(t, special=True) for t in message["tokens"])
                 self._pipe.answer(message, data.decode("utf-8", "surrogateescape"))
@@ -169,7 +170,7 @@ class Worker:
                 pulse = Pulse(busy_s, metrics.steps, metrics.longest_step_s)
                 self._pipe.answer(message, asdict(pulse))
             case "cancel":
-                # Of one whose images are being decoded: it comes, and goes at once.
+                # Of one that is being prepared: it comes, and goes at once.
                 if message["id"] in self._preparing:
                     self._left.add(message["id"])
                 self._inbox.put(message)
@@ -184,12 +185,12 @@ class Worker:
         try:
             request = request_from_json(sent)
             prompt, add_bos = request.prompt, request.add_bos
-            if reader is None:
+            if not sent.get("images"):
                 tokens = tokenized(backend, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
                 bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
                 if bad is not None:
                     raise BackendFailure(f"token {bad} is outside the vocabulary")
-            elif isinstance(prompt, str):
+            elif isinstance(prompt, str) and reader is not None:
                 tokens, images = reader.read(prompt, request.images, add_bos=add_bos, salt=request.generation.salt)
                 # What they are made of is not needed any more.
                 request = replace(request, images={})
@@ -201,12 +202,12 @@ class Worker:
             self._inbox.put({"op": "submit", "request": request, "tokens": tokens, "images": images})
 
     def _prepare(self, backend: Backend) -> None:
-        """The images' own thread: decoding one takes as long as many steps, and nobody else's request waits for it."""
-        reader = ImageReader(backend)
+        """Images and long texts have a thread of their own: they take as long as many steps, and nobody else's request waits."""
+        reader = ImageReader(backend) if backend.capabilities.vision else None
         while True:
             message = self._to_prepare.get()
             if message["op"] == "tokenize":
-                self._pipe.reply(message, partial(self._count, reader, message))
+                self._pipe.reply(message, partial(_tokens, backend, message, reader))
                 continue
             identity = str(message["request"].get("id", ""))
             self._submit(backend, message["request"], reader)
@@ -215,12 +216,21 @@ class Worker:
                 self._left.discard(identity)
                 self._inbox.put({"op": "cancel", "id": identity})
 
-    def _count(self, reader: ImageReader, message: Message) -> list[int]:
-        return reader.read(message["text"], message["images"], add_bos=message["add_bos"])[0]
-
     def _send(self, events: list[Event]) -> None:
         if events:
             self._pipe.say_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
+
+
+def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
+    """Has it images, or more text than is read in some milliseconds?"""
+    return bool(sent.get("images")) or len(sent.get(text) or "") > _LONG_TEXT
+
+
+def _tokens(backend: Backend, sent: Message, reader: ImageReader | None = None) -> list[int]:
+    """What a text that is asked for with "tokenize" is in tokens, with its images' if it has some."""
+    if reader is not None and sent.get("images"):
+        return reader.read(sent["text"], sent["images"], add_bos=sent["add_bos"])[0]
+    return tokenized(backend, sent["text"], special=sent["special"], add_bos=sent["add_bos"])
 
 
 class _PipeEndedError(Exception):
