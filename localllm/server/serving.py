@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from fastapi import Request
@@ -26,6 +26,7 @@ from localllm.server.generation.job import GenerationJob, PrefillProgress, Reply
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import IGNORED, ignored_header, request_id
+from localllm.server.http.json_body import worked
 from localllm.server.http.kept_streams import KeptStreams
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
@@ -221,8 +222,7 @@ class Server:
 
 
 async def _settled(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    """`settled`: in a thread where that is work, and a request need not wait for one where it is none."""
-    return await asyncio.to_thread(settled, grammar) if grammar and grammar[0] == "loose_schema" else settled(grammar)
+    return await worked(partial(settled, grammar), takes_ms=bool(grammar and grammar[0] == "loose_schema"))
 
 
 def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:

@@ -72,7 +72,7 @@ def mount_prompt(
     async def prompt(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
         model = await server.models.find(fields.model)
-        translated = await worked(request, partial(route.translate, fields, model))
+        translated = await worked(partial(route.translate, fields, model))
         assert isinstance(translated, TranslatedRequest)
         text, tokens, ignored = await server.prompt(translated, model)
         return JSONResponse(body(text, tokens), headers={**request_id(), **ignored_header([*unknown, *ignored])})
@@ -102,7 +102,7 @@ def _answering(server: Server, route: Route[Any]) -> Endpoint:
             return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
         fields, unknown = read(route.fields, body, route.hints)
         model = await server.models.find(fields.model)
-        translated = await worked(request, partial(route.translate, fields, model))
+        translated = await worked(partial(route.translate, fields, model))
         if isinstance(translated, PreloadRequest) and translated.keep_s == 0:
             admins_only("unloading a model")
             await server.keep_alive.unload(model.worker)

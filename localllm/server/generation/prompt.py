@@ -4,9 +4,9 @@ fill-in-the-middle, arranged as in llama.cpp's /infill: repository name, other f
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from localllm.conversation import tools as tool_formats
@@ -20,6 +20,7 @@ from localllm.conversation.tools.schemas import constrainable
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.generation.job import AnswerPlan
+from localllm.server.http.json_body import worked
 from localllm_backends.contract import ModelInfo
 from localllm_backends.control_text import ControlTexts, without_marks
 
@@ -80,7 +81,7 @@ async def build_prompt(
         ids = await tokenize(_style(template).markers[0])
         marker = ids[0] if len(ids) == 1 else None
     controls = None if options.parse_special else controls
-    return await asyncio.to_thread(_build, template, messages, options, marker, controls)
+    return await worked(partial(_build, template, messages, options, marker, controls), takes_ms=True)
 
 
 def _style(template: ChatTemplate) -> ToolFormat:

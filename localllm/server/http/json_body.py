@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import json
 import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from localllm.errors import BusyError, RequestError
 from localllm.server.http.asgi import Scope, Send
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
-from localllm.server.http.large_json import POOL, SlicedDecoder, Turns
+from localllm.server.http.large_json import ONE, POOL, SlicedDecoder, Turns
 from localllm.server.http.settings import ServerSettings
 
 _GZIP, _ZLIB, _RAW = 31, 15, -15
@@ -33,8 +33,10 @@ _SMALL_BYTES = 2**17
 # What is made of them is validated in one go, so this bounds how long: 32 MiB could hold a hundred times as many. Real
 # conversations with tools have thousands; a prompt of token numbers has as many values as tokens.
 _MOST_CONTAINERS, _MOST_VALUES = 50_000, 1_000_000
-# ASGI scope keys: a body that was read already, and that of a large one.
-_READ, _LARGE = "localllm.body", "localllm.large_body"
+# ASGI scope key of a body that was read already.
+_READ = "localllm.body"
+# Set where a request's body was a large one.
+_LARGE: ContextVar[bool] = ContextVar("large body", default=False)
 Made = TypeVar("Made")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -152,15 +154,16 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
             with contextlib.suppress(BodyTooLargeError):
                 raw = unpack(body, encoding, small)
                 return JsonBody(raw, parse(raw, settings.max_json_depth))
-        request.scope[_LARGE] = True
+        _LARGE.set(True)
         return await asyncio.get_running_loop().run_in_executor(POOL, _large, body, encoding, settings)
 
 
-async def worked(request: Request, work: Callable[[], Made]) -> Made:
-    """What `work` makes of the request's body that was read: in a thread where that was a large one, in this context."""
-    if _LARGE not in request.scope:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(POOL, contextvars.copy_context().run, work)
+async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
+    """What `work` makes of the body that was read for this request: in a thread where it `takes_ms` of any, and in one for all
+    large ones: several threads that compute keep everybody else waiting for each of them."""
+    if _LARGE.get():
+        return await asyncio.get_running_loop().run_in_executor(ONE, copy_context().run, work)
+    return await asyncio.to_thread(work) if takes_ms else work()
 
 
 class _Held:

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import socket
+import sys
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from localllm.server.http.connections import protocol
 from localllm.server.http.settings import ServerSettings
 
 GRACE_S = 5
+_TURN_S = 0.001
 _ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
 
@@ -59,6 +61,8 @@ async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSet
             if not server.should_exit:
                 raise
 
+    # Where another thread computes, the loop waits so long for each of its turns; Python's own 5 ms are a step of a small model.
+    sys.setswitchinterval(_TURN_S)
     config = uvicorn.Config(
         outermost,
         http=protocol(settings),  # type: ignore[arg-type]
