@@ -42,8 +42,8 @@ class LlamaCppVocabulary:
         return [t for i, piece in enumerate(pieces) for t in self._read(piece, special, add_bos and not i)]
 
     def _pieces_of(self, text: str) -> Iterator[str]:
-        """`text`, cut before control tokens: llama.cpp looks through all that lies behind one for the next, so that 50,000
-        short messages in one go took 17 s, and these 1 s."""
+        """`text`, cut before control tokens: llama.cpp looks through all that lies behind one for the next, so that 40,000
+        short messages took 17.4 s in one go, and 2.2 s in these."""
         begin = 0
         for found in self._cuts.finditer(text) if len(text) > PIECE_CHARS else ():
             if found.start() - begin >= PIECE_CHARS:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from localllm.errors import BusyError, RequestError
 from localllm.server.http.asgi import Scope, Send
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
-from localllm.server.http.large_json import ONE, POOL, SlicedDecoder, Turns
+from localllm.server.http.large_json import FEW, POOL, SlicedDecoder, Turns
 from localllm.server.http.settings import ServerSettings
 
 _GZIP, _ZLIB, _RAW = 31, 15, -15
@@ -159,10 +159,10 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
 
 
 async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
-    """What `work` makes of the body that was read for this request: in a thread where it `takes_ms` of any, and in one for all
-    large ones: several threads that compute keep everybody else waiting for each of them."""
+    """What `work` makes of the body that was read for this request: in a thread where it `takes_ms` of any, and in one of those
+    for large bodies where that was one."""
     if _LARGE.get():
-        return await asyncio.get_running_loop().run_in_executor(ONE, copy_context().run, work)
+        return await asyncio.get_running_loop().run_in_executor(FEW, copy_context().run, work)
     return await asyncio.to_thread(work) if takes_ms else work()
 
 

@@ -16,8 +16,8 @@ from typing import Any, Final, NoReturn
 
 # Threads of their own: work on bodies never waits for, or stops, what others do in threads.
 POOL: Final = ThreadPoolExecutor(8, thread_name_prefix="bodies")
-# What is made of a large body once it is read.
-ONE: Final = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
+# What is made of large bodies once they are read: more threads that compute would keep everybody waiting for each of them.
+FEW: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
 _TURN = threading.Lock()
 _SLICE_S, _PAUSE_S = 0.002, 0.001
 _VALUES_A_LOOK = 64
