@@ -27,7 +27,7 @@ def test_the_engine_can_be_read_in_an_hour() -> None:
     assert len(files) <= 47
     # 10,010 before idle sequences could be cut from their ends, and what need not wait for a step is done beside it.
     # 10,280 before drafters trained for a model joined, which stop by what a stream may lose and remember that they lost.
-    assert lines <= 10_380
+    assert lines <= 10_390
 
 
 def test_a_step_fits_on_a_screen() -> None:

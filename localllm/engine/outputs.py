@@ -151,9 +151,8 @@ class OutputProcessor:
             job.n_kv -= rejected
             assert job.sequence is not None
             self.backend.truncate(job.sequence, job.n_kv)
-        if stuck:
-            why = "the answer came to where its grammar, or what is left of it by logit_bias, allows nothing more"
-            self.jobs.finish(job, "stop", Failure(job.id, "constraint_stuck", why))
+        if constraint is not None and stuck:
+            self.jobs.finish(job, "stop", Failure(job.id, "constraint_stuck", constraint.why_stuck))
         elif finish is not None:
             self.say()
             self.jobs.finish(job, finish)

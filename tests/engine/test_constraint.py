@@ -96,6 +96,14 @@ def test_a_grammar_that_is_too_large_is_refused_with_the_reason(
     assert failed.code == "unsupported_parameter"
 
 
+def test_an_object_of_too_many_ways_says_so(engine: Engine) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(900)}}
+    request = request_for("a", PROMPT, max_tokens=20, sampling=GREEDY, grammar=("json_schema", json.dumps(schema)))
+    failed = run(engine, request).failure("a")
+    assert failed.code == "constraint_stuck"
+    assert "500 optional properties" in failed.message
+
+
 @pytest.mark.parametrize("grammar", [("json_schema", "{"), ("lark", "start: ("), ("regex", "("), ("poem", "x")])
 def test_what_cant_be_enforced_is_refused(engine: Engine, grammar: tuple[str, str]) -> None:
     outcome = run(engine, request_for("a", PROMPT, max_tokens=5, grammar=grammar))

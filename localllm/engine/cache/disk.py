@@ -160,7 +160,10 @@ class DiskTier:
         for (block, _, _), at_ns in zip(found, used_ns, strict=True):
             block.used_ns = at_ns
         self.budget.written_bytes()
-        self._seen = self._survey()
+        # Where nothing can be written now it may be later: each try finds out.
+        self._seen = _Survey(most_bytes=self.capacity_bytes)
+        with contextlib.suppress(OSError):
+            self._seen = self._survey()
         self._start()
         return entered
 

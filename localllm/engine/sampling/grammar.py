@@ -168,6 +168,14 @@ class Constraint:
         return bool(self._matcher.is_error())
 
     @property
+    def why_stuck(self) -> str:
+        """The same in words."""
+        said = _first_line(self._matcher.get_error())
+        if "max is" in said or "too " in said:
+            return f"the grammar is too much work here ({said}): an object has at most about 500 optional properties"
+        return "the answer came to where its grammar, or what is left of it by logit_bias, allows nothing more"
+
+    @property
     def finished(self) -> bool:
         """True when nothing may follow."""
         return bool(self._matcher.is_stopped())
