@@ -43,7 +43,7 @@ def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
 def kept(tier: DiskTier, n: int) -> DiskBlock:
     """A block that is to be written."""
     block = tier.make_block(TOKENS, b"kv" * n, 0)
-    tier.write(block, TOKENS)
+    tier.write(block, TOKENS, block.file_time_ns)
     return block
 
 

@@ -96,6 +96,26 @@ def test_the_directory_stays_within_its_size(tmp_path: Path) -> None:
     assert 0 < sum(f.stat().st_size for f in files(tmp_path)) <= 20_000
 
 
+def test_what_memory_alone_holds_is_written_at_the_end_the_newest_first(tmp_path: Path) -> None:
+    """On a disk with room for one of three conversations, all of the last hour."""
+    prompts = [[*[first + i % 50 for i in range(700)], 259, 60] for first in (40, 100, 160)]
+    alone = on_disk(tmp_path / "alone")
+    ask(alone, "a", prompts[0])
+    alone.close()
+    one_bytes = sum(f.stat().st_size for f in files(tmp_path / "alone"))
+    engine = on_disk(tmp_path / "small", disk_bytes=one_bytes + one_bytes // 4)
+    for i, prompt in enumerate(prompts):
+        ask(engine, f"{i}", prompt)
+    engine.close()
+    assert sum(f.stat().st_size for f in files(tmp_path / "small")) <= one_bytes + one_bytes // 4
+    again = on_disk(tmp_path / "small", disk_bytes=one_bytes + one_bytes // 4)
+    _, cached = ask(again, "newest", prompts[-1])
+    assert cached == len(prompts[-1]) - 1
+    _, cached = ask(again, "oldest", prompts[0])
+    assert cached < len(prompts[0]) // 2, "all three had room: this would show nothing"
+    again.close()
+
+
 @pytest.mark.parametrize("moment", ["queued", "prefill", "decode", "ended", "writing"])
 def test_killed_at_any_moment_it_starts_again_and_knows_what_was_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

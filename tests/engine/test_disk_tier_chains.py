@@ -29,7 +29,7 @@ def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
         tokens = as_tokens(line[:stop])
         block = tier.make_block(tokens, bytes([stop]) * BLOCK_BYTES, start)
         assert cache.insert(tokens, block)
-        tier.write(block, tokens)
+        tier.write(block, tokens, block.file_time_ns)
 
 
 def reachable(directory: Path, capacity_bytes: int) -> tuple[int, int]:

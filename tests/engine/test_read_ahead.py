@@ -247,7 +247,7 @@ def test_the_reader_rests_between_the_pieces_of_a_file(tmp_path: Path) -> None:
     data = bytes(range(256)) * (4 * 2**12)
     tokens = as_tokens(np.arange(32, dtype=np.int32))
     block = tier.make_block(tokens, data, 0)
-    tier.write(block, tokens)
+    tier.write(block, tokens, block.file_time_ns)
     tier.flush()
     block.data = None
     rests: list[float] = []

@@ -32,7 +32,7 @@ def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
     tokens = as_tokens(line)
     block = tier.make_block(tokens, bytes(BLOCK_BYTES), 0)
     assert cache.insert(tokens, block)
-    tier.write(block, tokens)
+    tier.write(block, tokens, block.file_time_ns)
 
 
 def heard(tier: DiskTier, cache: PrefixCache) -> int:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import Block, EvictablePool, Kind, StoredFile, depth, file_time_ns, files_to_remove
@@ -38,6 +38,7 @@ from localllm_backends.contract import Backend
 
 # What became of a block that was to be written, or of its file.
 Outcome = Literal["written", "failed", "removed", "held back"]
+Copy: TypeAlias = "tuple[EvictablePool, DiskBlock]"  # a block on disk that is elsewhere too, and whose it is
 
 # What an engine without a disk says of it.
 NO_DISK = dict.fromkeys(
@@ -191,13 +192,13 @@ class DiskTier:
         there = block.written or block.pending or block.failed or block.data is None
         return not there and not self.budget.known()[1]
 
-    def write(self, block: DiskBlock, tokens: Tokens, until_ns: int | None = None) -> None:
-        """Have a block written; files that were used after `until_ns` (None: after the block) make no room for it."""
+    def write(self, block: DiskBlock, tokens: Tokens, until_ns: int) -> None:
+        """Have a block written; files that were used after `until_ns` make no room for it."""
         self._blocks[block.path] = block
         block.pending = True
         with self._lock:
             self._pending_bytes += block.file_bytes
-        self._jobs.put((block, tokens.copy(), block.file_time_ns if until_ns is None else until_ns, time.monotonic()))
+        self._jobs.put((block, tokens.copy(), until_ns, time.monotonic()))
 
     def sync(self, trees: Sequence[PrefixCache]) -> None:
         """Make true what the writer did since: blocks that are written can be demoted, ones that were removed and are in
@@ -275,9 +276,7 @@ class DiskTier:
             (self.quiet.clear if busy else self._working.clear)()
             (self._working.set if busy else self.quiet.set)()
 
-    def make_way(
-        self, n_bytes: int, until_ns: int, copies: Callable[[], Iterable[tuple[EvictablePool, DiskBlock]]]
-    ) -> bool:
+    def make_way(self, n_bytes: int, until_ns: int, copies: Callable[[], Iterable[Copy]]) -> bool:
         """Could so many bytes be written without removing what was used after `until_ns`, as far as is known? `copies`: what
         is elsewhere too, whose files are removed for them whenever they were used, if that is enough."""
         missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.most_bytes

@@ -27,6 +27,7 @@ from localllm_backends.contract import Capabilities, ModelInfo
 
 # Room for a block: there now, there once what is being written is written, or not to be had.
 Space = Literal["free", "pending", "full"]
+Unwritten = Literal["saved", "kept", "evicted"]  # what becomes of a block that only memory holds (`CacheBudget._evict`)
 # KV of a range of tokens, the state behind a sequence (its KV lies apart), or a snapshot of everything up to a token.
 Kind = Literal["kv", "state", "snapshot"]
 
@@ -101,12 +102,11 @@ class EvictablePool(Protocol):
 
 @dataclass(eq=False)
 class CacheBudget:
-    """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds, so that files
-    can be compared by it, but always on. `changes` grows with everything that may make room or
-    changes what is found: who was refused, or remembers what it found, asks again. `in_context`: blocks whose tokens the
-    context holds too, the first to go where something has to leave it. `save`: have a block written that only memory holds,
-    for which what was used until then may go ("pending": it will be, "free": there is no need). `wait` until something was
-    written; False if that is not to be waited for."""
+    """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds, so that files can
+    be compared by it, but always on. `changes` grows with all that may make room or changes what is found: who was refused,
+    or remembers what it found, asks again. `in_context`: blocks whose tokens the context holds too, the first to go where
+    something has to leave it. `save`: have a block written that only memory holds, for which what was used until then may go
+    ("pending": it will be, "free": no need). `wait` until something was written; False if that is not to be waited for."""
 
     capacity_bytes: int
     uses: int = 0
@@ -146,8 +146,7 @@ class CacheBudget:
         if force:
             missing -= self._drop_copies(missing)
         # What could stay where it is takes no other's place on disk.
-        saved = force or until > self.forgotten
-        missing -= self._evict(missing, keep, until, "saved" if saved else "kept")
+        missing -= self._evict(missing, keep, until, "saved" if force or until > self.forgotten else "kept")
         while missing > 0 and any(c.block.pending for c in self.candidates()):
             if not force:
                 return "pending"
@@ -185,13 +184,7 @@ class CacheBudget:
         return sorted(found, key=lambda c: (c.last_used, -c.depth))
 
     def _evict(
-        self,
-        n_bytes: int,
-        keep: set[Block],
-        until: int,
-        unwritten: Literal["saved", "kept", "evicted"],
-        *,
-        all_or_nothing: bool = True,
+        self, n_bytes: int, keep: set[Block], until: int, unwritten: Unwritten, *, all_or_nothing: bool = True
     ) -> int:
         """Free up to `n_bytes` from the blocks unused the longest, but evict none that was used after `until` or is to be
         kept. What is `unwritten` so far is saved if it can be; or kept only if it is being written; or evicted, what is not

@@ -7,12 +7,14 @@ whole     one snapshot of everything at a point (models whose state can't be had
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 from localllm.engine.cache import tunables
-from localllm.engine.cache.disk import DiskBlock, DiskTier
+from localllm.engine.cache.disk import Copy, DiskBlock, DiskTier
 from localllm.engine.cache.eviction import Block, CacheBudget, EvictablePool, Space, state_interval
 from localllm.engine.cache.matching import RestorePlan, longest_state, plan_restore
 from localllm.engine.cache.tree import PrefixCache
@@ -242,25 +244,31 @@ class KvStore:
         by turns. "free": it can't or needn't be written."""
         if self.disk is None or not isinstance(block, DiskBlock) or not self.disk.wants(block):
             return "free"
-        line, until = pool.line(block), min(until, block.file_time_ns)
+        line, until, before = (
+            pool.line(block),
+            min(until, block.file_time_ns),
+            math.inf if leaves else block.file_time_ns,
+        )
         if line is None:
             return "free"
         for at in sorted({until, min(until, self.budget.forgotten)}):
-            if self.disk.make_way(block.file_bytes, at, lambda: self._copies(None if leaves else block.file_time_ns)):
+            if self.disk.make_way(block.file_bytes, at, partial(self._copies, before)):
                 self.disk.write(block, line, until)
                 return "pending"
         return "full"
 
-    def _copies(self, before_ns: int | None) -> list[tuple[EvictablePool, DiskBlock]]:
+    def _copies(self, before_ns: float) -> list[Copy]:
         """What has a file and is elsewhere too, and was used before then, unused the longest first."""
         held = {block: pool for pool, block in self.budget.in_context()}
         held |= {c.block: c.pool for c in self.budget.candidates()}
         found = [(p, b) for b, p in held.items() if isinstance(b, DiskBlock) and b.written and not b.pending]
-        older = [c for c in found if before_ns is None or c[1].file_time_ns < before_ns]
-        return sorted(older, key=lambda copy: copy[1].file_time_ns)
+        return sorted((c for c in found if c[1].file_time_ns < before_ns), key=lambda c: c[1].file_time_ns)
 
     def close(self) -> None:
-        """Nothing stays in memory: have it written, the newest first."""
+        """Nothing stays in memory: have it written, the newest first, once it is known what became of what waits for that."""
+        if self.disk is not None:
+            self.disk.flush()
+            self.sync()
         for candidate in reversed(self.budget.candidates()):
             if self._write(candidate.pool, candidate.block, self.budget.uses) == "full":
                 return

@@ -1,8 +1,8 @@
 """The worker process: one loaded model, one loop, JSON lines in and out.
 
 A native crash, an abort or an out-of-memory kill ends this process and nothing else. The main thread owns the engine;
-a reader thread takes messages (and tokenises, which needs no model state). It dies with its parent: stdin's end is
-the order to close.
+a reader thread takes messages and tokenises, which needs no model state; images and long texts have a thread of their own.
+It dies with its parent: stdin's end is the order to close.
 
 What is on the pipe, besides what pipe.py says:
 
