@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PRODUCT = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
-    for folder in ("localllm", "backends", "model_catalog", "tui")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
+import pytest
+
+from support.house_measures import ROOT, Function, measure, product
+
+PRODUCT = product()
 TESTS = {
     path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))
 }
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+CEILINGS = "tests/house_ceilings.toml"
 
 
-def test_the_engine_can_be_read_in_an_hour() -> None:
-    files = [name for name in PRODUCT if name.startswith("localllm/engine/")]
-    lines = sum(len((ROOT / name).read_text().splitlines()) for name in files)
-    # What was reached; the aim is 40 files and 9,200 lines, so these only ever go down.
-    assert len(files) <= 47
-    # 10,010 before idle sequences could be cut from their ends, and what need not wait for a step is done beside it.
-    # 10,280 before drafters trained for a model joined, which stop by what a stream may lose and remember that they lost.
-    assert lines <= 10_390
+def git(*arguments: str) -> str:
+    found = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout if found.returncode == 0 else ""
+
+
+def test_no_measure_of_the_house_is_above_its_ceiling() -> None:
+    ceilings = tomllib.loads((ROOT / CEILINGS).read_text())
+    measures = measure(PRODUCT)
+    assert set(ceilings) == set(measures.figures)
+    above = {
+        name: f"{n} > {ceilings[name]} ({measures.largest.get(name, '')})"
+        for name, n in measures.figures.items()
+        if n > ceilings[name]
+    }
+    assert above == {}
+
+
+@pytest.mark.skipif(not git("log", "--format=%H", "--", CEILINGS), reason="no history here")
+def test_a_ceiling_never_rises() -> None:
+    """Beside every version the file had: none is raised, and none is taken away."""
+    now = tomllib.loads((ROOT / CEILINGS).read_text())
+    for commit in git("log", "--format=%H", "--", CEILINGS).split():
+        before = tomllib.loads(git("show", f"{commit}:{CEILINGS}"))
+        raised = {name: (n, now.get(name)) for name, n in before.items() if now.get(name, n + 1) > n}
+        assert raised == {}, f"since {commit}"
 
 
 def test_a_step_fits_on_a_screen() -> None:

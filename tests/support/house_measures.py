@@ -1,0 +1,87 @@
+"""What the house is measured by: statements, branches, shapes of expressions and names, read from the product's own syntax."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("localllm", "backends", "model_catalog", "tui")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+_BRANCHES = (
+    ast.If, ast.For, ast.While, ast.AsyncFor, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.match_case,
+)  # fmt: skip
+
+
+def product() -> dict[str, ast.Module]:
+    """The syntax of every file of the product, by its path in the checkout."""
+    files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in files}
+
+
+def statements(node: ast.AST) -> int:
+    """Statements in `node`, itself included if it is one."""
+    return sum(isinstance(n, ast.stmt) for n in ast.walk(node))
+
+
+def branches(function: ast.AST) -> int:
+    """Ways through a function: each if, loop, except, ternary, comprehension and case, and each further operand of and/or."""
+    operands = (len(n.values) - 1 for n in ast.walk(function) if isinstance(n, ast.BoolOp))
+    return sum(operands) + sum(isinstance(n, _BRANCHES) for n in ast.walk(function))
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Every function with its qualified name, methods and inner ones included."""
+    for child in ast.iter_child_nodes(tree):
+        named = isinstance(child, Function | ast.ClassDef)
+        if isinstance(child, Function):
+            yield prefix + child.name, child
+        yield from functions(child, f"{prefix}{child.name}." if named else prefix)
+
+
+def is_nested(node: ast.AST) -> bool:
+    """Whether `node` is a comprehension with two loops, or with another comprehension in it."""
+    if not isinstance(node, _COMPREHENSIONS):
+        return False
+    inner = (n for n in ast.walk(node) if n is not node and isinstance(n, _COMPREHENSIONS))
+    return len(node.generators) > 1 or any(inner)
+
+
+@dataclass
+class Measures:
+    """The figures of `tests/house_ceilings.toml`, and where the largest of each stands."""
+
+    figures: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, n: int = 1) -> None:
+        self.figures[name] = self.figures.get(name, 0) + n
+
+    def maximum(self, name: str, n: int, where: str) -> None:
+        if n > self.figures.get(name, -1):
+            self.figures[name] = n
+            self.largest[name] = where
+
+
+def measure(trees: dict[str, ast.Module]) -> Measures:
+    """Measures a product, or whatever has files of syntax."""
+    measures = Measures(dict.fromkeys(("functions_over_12_branches", "nested_comprehensions", "walrus"), 0))
+    for path, tree in trees.items():
+        n_statements = statements(tree)
+        measures.add("statements", n_statements)
+        measures.maximum("statements_of_a_file", n_statements, path)
+        if path.startswith("localllm/engine/"):
+            measures.add("engine_files")
+            measures.add("engine_statements", n_statements)
+        for name, function in functions(tree):
+            n_branches = branches(function)
+            measures.add("functions_over_12_branches", n_branches > 12)
+            measures.maximum("branches_of_a_function", n_branches, f"{path}::{name}")
+            measures.maximum("statements_of_a_function", statements(function) - 1, f"{path}::{name}")
+        for node in ast.walk(tree):
+            measures.add("nested_comprehensions", is_nested(node))
+            measures.add("walrus", isinstance(node, ast.NamedExpr))
+    return measures
