@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,23 @@ def is_nested(node: ast.AST) -> bool:
     return len(node.generators) > 1 or any(inner)
 
 
+def riddles() -> frozenset[str]:
+    """Names that say too little: the first column of the glossary's last table."""
+    table = (ROOT / "docs" / "glossary.md").read_text("utf-8").partition("## Not named")[2]
+    rows = re.findall(r"^\| ([a-z_, ]+) \|", table, re.M)
+    return frozenset(name for row in rows[1:] for name in row.split(", "))
+
+
+def named_values(node: ast.AST) -> Iterator[str]:
+    """What `node` names for others to use: parameters, fields and attributes."""
+    if isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.attr
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+
+
 @dataclass
 class Measures:
     """The figures of `tests/house_ceilings.toml`, and where the largest of each stands."""
@@ -68,7 +86,9 @@ class Measures:
 
 def measure(trees: dict[str, ast.Module]) -> Measures:
     """Measures a product, or whatever has files of syntax."""
-    measures = Measures(dict.fromkeys(("functions_over_12_branches", "nested_comprehensions", "walrus"), 0))
+    riddle_names = riddles()
+    counted = ("functions_over_12_branches", "nested_comprehensions", "walrus", "riddle_functions", "riddle_values")
+    measures = Measures(dict.fromkeys(counted, 0))
     for path, tree in trees.items():
         n_statements = statements(tree)
         measures.add("statements", n_statements)
@@ -84,4 +104,7 @@ def measure(trees: dict[str, ast.Module]) -> Measures:
         for node in ast.walk(tree):
             measures.add("nested_comprehensions", is_nested(node))
             measures.add("walrus", isinstance(node, ast.NamedExpr))
+            is_definition = isinstance(node, Function | ast.ClassDef)
+            measures.add("riddle_functions", is_definition and node.name.strip("_") in riddle_names)
+            measures.add("riddle_values", sum(name.strip("_") in riddle_names for name in named_values(node)))
     return measures
