@@ -61,7 +61,7 @@ def test_a_change_is_told_in_two_sentences() -> None:
 
 def not_said() -> dict[str, str]:
     """The glossary's table of words that are not used, with what is said in their place."""
-    table = (ROOT / "docs" / "glossary.md").read_text("utf-8").partition("## Not said")[2]
+    table = (ROOT / "docs" / "glossary.md").read_text("utf-8").partition("## Not said")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return {banned: said for banned, said in rows if banned not in ("not", "---")}
 
