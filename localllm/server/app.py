@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 import localllm
 from localllm.errors import BusyError, LocalLLMError
-from localllm.server.dialects import lmstudio, openapi, rerank
+from localllm.server.dialects import openapi, rerank
 from localllm.server.dialects.anthropic import routes as anthropic
 from localllm.server.dialects.llamacpp import routes as llamacpp
 from localllm.server.dialects.ollama import routes as ollama
@@ -123,7 +123,7 @@ def create_app(
     app.add_middleware(EdgeMiddleware)
     app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)  # added last: runs first
     _errors(app)
-    for dialect in (openai, responses, rerank, systemone, anthropic, ollama, llamacpp, lmstudio):
+    for dialect in (openai, responses, rerank, systemone, anthropic, ollama, llamacpp):
         app.include_router(dialect.routes(server))
 
     @app.get("/health", tags=["server"], responses={503: {"description": "the models are loading, or none could be"}})

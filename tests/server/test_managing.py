@@ -1,4 +1,4 @@
-"""Loading, unloading and state over HTTP: llama.cpp's router, its /slots and /props, LM Studio's two APIs; real engine."""
+"""Loading, unloading and state over HTTP: llama.cpp's router, its /slots and /props; real engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -66,10 +65,9 @@ def test_a_model_in_use_is_not_unloaded(http: httpx.Client, models: ModelRouter)
         with model.lease():
             return await asyncio.to_thread(http.post, path, json=body)
 
-    for path, body in (("/models/unload", {"model": "tiny"}), ("/api/v1/models/unload", {"instance_id": "tiny"})):
-        refused = asyncio.run(held(path, body))
-        assert refused.status_code == 503
-        assert "answers 1 requests" in refused.json()["error"]["message"]
+    refused = asyncio.run(held("/models/unload", {"model": "tiny"}))
+    assert refused.status_code == 503
+    assert "answers 1 requests" in refused.json()["error"]["message"]
     assert status(http, "tiny") == "loaded"
 
 
@@ -111,43 +109,6 @@ def test_props_of_any_model_and_none_is_loaded_for_it(http: httpx.Client) -> Non
     assert props["model_alias"] == "tiny"
     assert props["total_slots"] >= 1
     assert status(http, "tiny") == "unloaded"
-
-
-def test_lm_studios_older_list(http: httpx.Client) -> None:
-    http.post("/models/unload", json={"model": "tiny"})
-    one = http.get("/api/v0/models/tiny").json()
-    assert one == {
-        "id": "tiny", "object": "model", "type": "llm", "publisher": "localllm", "arch": "llama",
-        "compatibility_type": "gguf", "quantization": "Q4_1", "state": "not-loaded", "max_context_length": 2048,
-        "capabilities": ["tool_use"],
-    }  # fmt: skip
-    listed = http.get("/api/v0/models").json()
-    assert listed["object"] == "list"
-    assert one in listed["data"]
-    assert http.get("/api/v0/models/bert").json()["type"] == "embeddings"
-    assert http.get("/api/v0/models/nobody").status_code == 404
-
-
-def test_lm_studios_newer_routes(http: httpx.Client) -> None:
-    def entry(key: str) -> dict[str, Any]:
-        return next(m for m in http.get("/api/v1/models").json()["models"] if m["key"] == key)
-
-    loaded = http.post("/api/v1/models/load", json={"model": "smollm2", "echo_load_config": True, "num_experts": 2})
-    assert loaded.json().keys() == {"type", "instance_id", "load_time_seconds", "status", "load_config"}
-    assert (loaded.json()["type"], loaded.json()["instance_id"]) == ("llm", "smollm2")
-    assert loaded.json()["status"] == "loaded"
-    assert loaded.json()["load_config"] == {"context_length": 2048}
-    assert loaded.headers["x-localllm-ignored"] == "num_experts"
-    now = entry("smollm2")
-    assert now["loaded_instances"] == [{"id": "smollm2", "config": {"context_length": 2048}}]
-    assert (now["params_string"], now["architecture"], now["format"]) == ("135M", "llama", "gguf")
-    assert now["quantization"]["name"] == "Q4_1"
-    assert 4 < now["quantization"]["bits_per_weight"] < 7
-    assert now["capabilities"] == {"vision": False, "trained_for_tool_use": True}
-    assert http.post("/api/v1/models/unload", json={"instance_id": "smollm2"}).json() == {"instance_id": "smollm2"}
-    assert entry("smollm2")["loaded_instances"] == []
-    assert entry("bert")["type"] == "embedding"
-    assert "capabilities" not in entry("bert")
 
 
 def test_the_news_of_loading_come_as_they_happen(http: httpx.Client, models: ModelRouter) -> None:

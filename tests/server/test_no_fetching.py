@@ -186,8 +186,7 @@ def _names() -> Iterator[Row]:
         for name in ("{web}/m.gguf", "file://{file}", "{file}", "../../{file}", "hf.co/org/name:Q4_K_M", "\\\\host\\m"):
             yield Row(f"{path} model {name}", path, {**body, "model": name}, "no model")
     for name in ("{file}", "..%2f..%2f{file}", "file:%2f%2f{file}"):
-        for path in ("/v1/models/", "/api/v0/models/"):
-            yield Row(f"GET {path}{name}", path + name, None, "", method="GET")
+        yield Row(f"GET /v1/models/{name}", "/v1/models/" + name, None, "", method="GET")
 
 
 ROWS = [

@@ -57,15 +57,13 @@ def keyed():
 EVERY_ROUTE = [
     ("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/usage.csv"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
     ("GET", "/props"), ("GET", "/models/sse"), ("GET", "/api/tags"), ("GET", "/api/version"), ("GET", "/api/ps"),
-    ("GET", "/api/v0/models"), ("GET", "/openapi.json"), ("GET", "/nowhere"), ("HEAD", "/"), ("OPTIONS", CHAT),
+    ("GET", "/openapi.json"), ("GET", "/nowhere"), ("HEAD", "/"), ("OPTIONS", CHAT),
     ("POST", CHAT), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
     ("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show"), ("POST", "/api/pull"), ("DELETE", "/api/delete"),
     ("POST", "/completion"), ("POST", "/infill"), ("POST", "/tokenize"), ("DELETE", "/v1/responses/x"),
-    ("GET", "/v1/responses/x/input_items"), ("POST", "/v1/responses/x/cancel"), ("POST", "/v1/conversations"),
-    ("GET", "/v1/conversations/x"), ("DELETE", "/v1/conversations/x"), ("POST", "/v1/conversations/x/items"),
+    ("GET", "/v1/responses/x/input_items"), ("POST", "/v1/responses/x/cancel"),
     ("POST", "/v1/embeddings"), ("POST", "/api/embed"), ("POST", "/api/embeddings"), ("POST", "/v1/rerank"),
-    ("POST", "/models/load"), ("POST", "/models/unload"), ("GET", "/slots"), ("GET", "/api/v1/models"),
-    ("POST", "/api/v1/models/load"), ("POST", "/api/v1/models/unload"), ("POST", "/rerank"),
+    ("POST", "/models/load"), ("POST", "/models/unload"), ("GET", "/slots"), ("POST", "/rerank"),
 ]  # fmt: skip
 
 

@@ -83,11 +83,11 @@ TRIED: Mapping[str, tuple[str, ...]] = {
         "cli/test_served_models.py::test_no_request_reaches_a_file_by_its_path",
         "cli/test_served_models.py::test_with_only_no_other_model_is_offered_but_all_names_of_the_named_one_are",
     ),
-    "unloading (`keep_alive`, `/models/unload`, LM Studio's)": (
+    "unloading (`keep_alive`, `/models/unload`)": (
         "server/test_managing.py::test_a_model_in_use_is_not_unloaded",
         "server/test_ollama.py::test_a_model_in_use_is_unloaded_when_its_requests_have_ended",
     ),
-    "what is kept (responses, conversations)": ("server/test_security_table.py::test_what_is_kept_is_never_listed",),
+    "what is kept (responses)": ("server/test_security_table.py::test_what_is_kept_is_never_listed",),
     "figures (`/metrics`, `/slots`, `/props`)": (
         "server/test_security_table.py::test_figures_hold_no_word_of_a_prompt_or_an_answer",
         "server/test_managing.py::test_slots_tell_what_runs_and_what_waits_and_no_word_of_it",
@@ -116,21 +116,18 @@ def test_every_test_that_a_row_counts_on_is_there(named: str) -> None:
 
 
 def test_what_is_kept_is_never_listed() -> None:
-    """Responses and conversations are had by their ids alone, which nobody guesses."""
+    """Responses are had by their ids alone, which nobody guesses."""
     with (
         running_server({"tiny": ScriptedEngine()}) as server,
         httpx.Client(base_url=server.url, trust_env=False) as http,
     ):
         kept = [http.post("/v1/responses", json={"input": HI}).json()["id"] for _ in range(2)]
-        kept += [http.post("/v1/conversations", json={}).json()["id"] for _ in range(2)]
-        for path in ("/v1/responses", "/v1/conversations"):
-            assert http.get(path).status_code == 405
+        assert http.get("/v1/responses").status_code == 405
         for one in kept:
-            assert re.fullmatch(r"(resp|conv)_[0-9a-f]{24}", one), "96 random bits"
-            kind = "responses" if one.startswith("resp") else "conversations"
-            assert http.get(f"/v1/{kind}/{one}").status_code == 200
+            assert re.fullmatch(r"resp_[0-9a-f]{24}", one), "96 random bits"
+            assert http.get(f"/v1/responses/{one}").status_code == 200
             other = one[:-1] + ("0" if one[-1] != "0" else "1")
-            assert http.get(f"/v1/{kind}/{other}").status_code == 404
+            assert http.get(f"/v1/responses/{other}").status_code == 404
 
 
 def test_figures_hold_no_word_of_a_prompt_or_an_answer() -> None:
@@ -141,7 +138,7 @@ def test_figures_hold_no_word_of_a_prompt_or_an_answer() -> None:
     ):
         said = http.post("/v1/chat/completions", json={"messages": HI, "user": "my-private-name"})
         assert "my-private-answer" in said.text
-        for path in ("/metrics", "/slots", "/props", "/v1/models", "/models", "/api/ps", "/api/v1/models", "/health"):
+        for path in ("/metrics", "/slots", "/props", "/v1/models", "/models", "/api/ps", "/health"):
             reply = http.get(path)
             assert reply.status_code == 200, path
             assert "my-private" not in reply.text, path

@@ -26,7 +26,6 @@ def http() -> Iterator[httpx.Client]:
         ("GET", "/v1/chat/completions", "POST"),
         ("POST", "/v1/models", "GET, HEAD"),
         ("PUT", "/v1/responses/x", "DELETE, GET, HEAD"),
-        ("PUT", "/v1/conversations/x", "DELETE, GET, HEAD, POST"),
     ],
 )
 def test_another_method_is_told_which_ones_there_are(http: httpx.Client, method: str, path: str, answers: str) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.server.dialects.responses.store import ConversationFields, Conversations
 from support.http_server import running_server
-from support.scripted_engine import Gate, ScriptedEngine
+from support.scripted_engine import ScriptedEngine
 
-RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
+RESPONSES = "/v1/responses"
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'
 
@@ -104,71 +103,6 @@ def test_a_response_that_ended_is_not_cancelled(http: httpx.Client) -> None:
     assert http.post(f"{RESPONSES}/resp_nobody/cancel").status_code == 404
 
 
-def test_a_conversation_grows_with_every_answer(http: httpx.Client, engine: ScriptedEngine) -> None:
-    begun = {"items": [{"type": "message", "role": "user", "content": "One."}], "metadata": {"a": "b"}}
-    made = http.post(CONVERSATIONS, json=begun).json()
-    assert (made["object"], made["metadata"]) == ("conversation", {"a": "b"})
-    first = create(http, "Two.", conversation=made["id"])
-    assert first["conversation"] == {"id": made["id"]}
-    assert "One." in str(engine.requests[-1].prompt)
-    create(http, "Three.", conversation={"id": made["id"]}, store=False, stream=False)
-    prompt = str(engine.requests[-1].prompt)
-    assert [prompt.index(said) for said in ("One.", "Two.", "Well,", "Three.")] == sorted(
-        prompt.index(said) for said in ("One.", "Two.", "Well,", "Three.")
-    )
-    path = f"{CONVERSATIONS}/{made['id']}"
-    items = http.get(path + "/items", params={"order": "asc"}).json()["data"]
-    kinds = [item.get("type", "message") for item in items]
-    assert kinds == ["message", "message", "message", "function_call", "message", "message", "function_call"]
-    assert [i["id"] for i in items[2:4]] == [i["id"] for i in first["output"]]
-    assert http.get(f"{path}/items/{items[0]['id']}").json() == items[0]
-    assert http.delete(f"{path}/items/{items[0]['id']}").json()["id"] == made["id"]
-    assert http.get(f"{path}/items/{items[0]['id']}").status_code == 404
-    added = http.post(path + "/items", json={"items": [{"role": "user", "content": "Four."}]}).json()
-    assert added["data"][0]["content"] == _part("Four.")
-    assert http.post(path, json={"metadata": {"c": "d"}}).json()["metadata"] == {"c": "d"}
-    assert http.get(path).json()["metadata"] == {"c": "d"}
-
-
-def test_a_conversation_that_is_none_is_a_404(http: httpx.Client) -> None:
-    made = http.post(CONVERSATIONS, json={}).json()
-    assert http.delete(f"{CONVERSATIONS}/{made['id']}").json()["deleted"] is True
-    for reply in (
-        http.post(RESPONSES, json={"input": "Hi.", "conversation": made["id"]}),
-        http.get(f"{CONVERSATIONS}/{made['id']}"),
-        http.get(f"{CONVERSATIONS}/{made['id']}/items"),
-    ):
-        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "conversation_not_found")
-
-
-def test_one_conversation_at_a_time(http: httpx.Client) -> None:
-    made, first = http.post(CONVERSATIONS, json={}).json(), create(http, "Hi.")
-    both = {"input": "Hi.", "conversation": made["id"], "previous_response_id": first["id"]}
-    reply = http.post(RESPONSES, json=both)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "conversation")
-
-
-def test_a_conversation_deleted_while_it_is_answered_ends_well(http: httpx.Client, engine: ScriptedEngine) -> None:
-    made = http.post(CONVERSATIONS, json={}).json()
-    gate = Gate()
-    asked = {"input": "Hi.", "conversation": made["id"], "stream": True}
-    engine.script = ["a", gate, "b"]
-    kinds: list[str] = []
-    try:
-        with (
-            httpx.Client(base_url=http.base_url, trust_env=False) as other,
-            http.stream("POST", RESPONSES, json=asked) as reply,
-        ):
-            for line in reply.iter_lines():
-                kinds += [line[7:]] if line.startswith("event: ") else []
-                if kinds[-1:] == ["response.output_text.delta"] and kinds.count(kinds[-1]) == 1 and not line:
-                    assert other.delete(f"{CONVERSATIONS}/{made['id']}").status_code == 200
-                    gate.open()
-    finally:
-        engine.script = ["Well, ", CALL]
-    assert kinds[-1] == "response.completed"
-
-
 _SENT: list[dict[str, Any]] = [
     {"role": "user", "content": "Hi."},
     {"role": "assistant", "content": "Hello."},
@@ -182,33 +116,22 @@ _SENT: list[dict[str, Any]] = [
 
 def test_stored_items_have_all_that_their_types_have(http: httpx.Client) -> None:
     response = create(http, [*_SENT, {"role": "user", "content": "Go."}])
-    conversation = http.post(CONVERSATIONS, json={"items": _SENT}).json()["id"]
-    for path in (f"{RESPONSES}/{response['id']}/input_items", f"{CONVERSATIONS}/{conversation}/items"):
-        items = http.get(path, params={"limit": 100, "order": "asc"}).json()["data"][: len(_SENT)]
-        heads = [(item["type"], item["id"].partition("_")[0]) for item in items]
-        message, call = ("message", "msg"), ("function_call", "fc")
-        assert heads == [*[message] * 4, ("reasoning", "rs"), call, ("function_call_output", "fco")]
-        assert items[0]["content"] == [{"type": "input_text", "text": "Hi."}]
-        assert items[1]["content"] == [{"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}]
-        assert items[2]["content"] == items[1]["content"]
-        assert items[4]["summary"] == []
-        assert all(item["status"] == "completed" for item in items if item["type"] != "reasoning")
+    path = f"{RESPONSES}/{response['id']}/input_items"
+    items = http.get(path, params={"limit": 100, "order": "asc"}).json()["data"][: len(_SENT)]
+    heads = [(item["type"], item["id"].partition("_")[0]) for item in items]
+    message, call = ("message", "msg"), ("function_call", "fc")
+    assert heads == [*[message] * 4, ("reasoning", "rs"), call, ("function_call_output", "fco")]
+    assert items[0]["content"] == [{"type": "input_text", "text": "Hi."}]
+    assert items[1]["content"] == [{"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}]
+    assert items[2]["content"] == items[1]["content"]
+    assert items[4]["summary"] == []
+    assert all(item["status"] == "completed" for item in items if item["type"] != "reasoning")
 
 
 def test_a_response_says_what_it_wrote_to_the_cache(http: httpx.Client) -> None:
     usage = create(http, "Hi.")["usage"]
     details = usage["input_tokens_details"]
     assert details["cache_write_tokens"] == usage["input_tokens"] - details["cached_tokens"]
-
-
-def test_room_that_a_dropped_item_took_is_free_again() -> None:
-    kept = Conversations()
-    first, second = (kept.create(ConversationFields(items=[]))["id"] for _ in range(2))
-    large = {"role": "user", "content": "x" * (40 * 2**20)}
-    for _ in range(3):  # two of them at once would push a conversation out
-        item = kept.add(first, [large])[0]
-        kept.drop_item(first, item["id"])
-    assert kept.items(first) == kept.items(second) == []
 
 
 def test_compacting_is_refused_by_name(http: httpx.Client) -> None:

@@ -253,7 +253,6 @@ def test_every_dialect_reports_the_same_context(http: httpx.Client) -> None:
         http.get("/v1/models").json()["data"][0]["meta"]["n_ctx"],
         http.get("/v1/models").json()["models"][0]["context_window"],
         http.get("/props").json()["default_generation_settings"]["n_ctx"],
-        http.get("/api/v0/models").json()["data"][0]["loaded_context_length"],
         http.post("/api/show", json={"model": "tiny"}).json()["model_info"]["scripted.context_length"],
         next(m for m in http.get("/api/ps").json()["models"] if m["name"] == "tiny")["context_length"],
     }
@@ -279,7 +278,7 @@ def test_a_model_is_never_loaded_by_looking_at_it() -> None:
         running_server({"tiny": engine}) as running,
         httpx.Client(base_url=running.url, trust_env=False) as client,
     ):
-        for path in ("/v1/models", "/v1/models/tiny", "/props", "/api/tags", "/api/ps", "/api/v0/models", "/metrics"):
+        for path in ("/v1/models", "/v1/models/tiny", "/props", "/api/tags", "/api/ps", "/metrics"):
             assert client.get(path).status_code == 200
         assert client.post("/api/show", json={"model": "tiny"}).status_code == 200
         assert engine.loads == 0

@@ -24,7 +24,7 @@ EVERY = (
     "/api/chat",
     "/api/show",
     "/v1/chat/completions",
-    "/api/v0/models",
+    "/v1/models",
 )
 
 

@@ -59,7 +59,7 @@ def _errors_of(path: str) -> dict[str, Any]:
     forms = ["Error"]
     if path.startswith("/v1/messages"):
         forms.append("AnthropicError")
-    elif path.startswith("/api/") and not path.startswith(("/api/v0/", "/api/v1/")):
+    elif path.startswith("/api/"):
         forms.append("OllamaError")
     schema = {"anyOf": [{"$ref": f"#/components/schemas/{form}"} for form in forms]}
     content = {"application/json": {"schema": schema}}

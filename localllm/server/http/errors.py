@@ -73,7 +73,7 @@ def envelope(error: LocalLLMError, path: str) -> dict[str, Any]:
     """`error` as the clients of `path` expect it: refusals come before any route."""
     if path.startswith("/v1/messages"):
         return anthropic_envelope(error)
-    if path.startswith("/api/") and not path.startswith("/api/v"):  # below that are LM Studio's
+    if path.startswith("/api/"):
         return ollama_envelope(error)
     return error.to_openai()
 

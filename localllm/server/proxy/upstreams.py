@@ -13,7 +13,6 @@ Dialect = Literal["openai", "responses", "anthropic", "ollama"]
 _OPENAI = {
     "/v1/chat/completions": "/chat/completions",
     "/chat/completions": "/chat/completions",
-    "/api/v0/chat/completions": "/chat/completions",
     "/v1/completions": "/completions",
     "/completions": "/completions",
     "/v1/embeddings": "/embeddings",

@@ -75,7 +75,7 @@ CHAT = Route(
     EVENTS,
     "Answer a conversation, whole or as server-sent events",
     _KEYS,
-    aliases=("/chat/completions", "/api/v0/chat/completions"),
+    aliases=("/chat/completions",),
 )
 COMPLETIONS = Route(
     "/v1/completions",

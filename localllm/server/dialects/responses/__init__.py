@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: items in, items out, with stored responses and conversations."""
+"""OpenAI's Responses API: items in, items out, with stored responses."""

@@ -47,7 +47,7 @@ class ResponseEvents(ReplyWriter):
             "id": "resp_" + secrets.token_hex(12),
             "object": "response",
             "created_at": int(time.time()),
-            "conversation": {"id": fields.conversation_id} if fields.conversation_id is not None else None,
+            "conversation": None,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from localllm.conversation.messages import normalise
 from localllm.engine.messages import Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import NAMED, TRUNCATION, Limit, ReasonedFields, ReasoningFields, first_limit
-from localllm.server.dialects.responses.store import Conversations, ResponseStore
+from localllm.server.dialects.responses.store import ResponseStore
 from localllm.server.dialects.responses.toolbox import INPUT, Toolbox, flat_name
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
@@ -27,12 +27,6 @@ HINTS = frozenset(
 
 
 _CHOICES = (None, "function", "custom", "allowed_tools", "auto", "none", "required")
-
-
-class ConversationName(BaseModel):
-    """A conversation by its id."""
-
-    id: str = Field(max_length=128)
 
 
 class ResponsesFields(ReasonedFields):
@@ -53,16 +47,10 @@ class ResponsesFields(ReasonedFields):
     )
     background: Literal[False] | None = Field(None, description="responses run while the client waits")
     prompt: None = Field(None, description="stored prompts are not kept here")
-    conversation: Annotated[str, Field(max_length=128)] | ConversationName | None = Field(
-        None, description="a conversation of /v1/conversations: its items come before the input, and get what is said"
-    )
+    conversation: None = Field(None, description="conversations are not kept here; send previous_response_id")
     include: list[str] | None = Field(None, description="message.output_text.logprobs; others change nothing here")
     top_logprobs: int | None = Field(None, ge=0, le=20)
     n: Literal[1] | None = Field(None, description="a response has one answer")
-
-    @property
-    def conversation_id(self) -> str | None:
-        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
     def answer_tokens(self) -> int | None:
         return first_limit(self.max_output_tokens)
@@ -104,17 +92,11 @@ def chat_request(
     ), skipped
 
 
-def input_items(
-    fields: ResponsesFields, store: ResponseStore, conversations: Conversations
-) -> tuple[list[Any], list[Any]]:
-    """The items before this request (of `previous_response_id` or `conversation`), and its own input, with references to
-    stored items resolved."""
+def input_items(fields: ResponsesFields, store: ResponseStore) -> tuple[list[Any], list[Any]]:
+    """The items before this request (of `previous_response_id`), and its own input, with references to stored items
+    resolved."""
     before: list[Any] = []
-    if fields.conversation_id is not None:
-        if fields.previous_response_id:
-            raise RequestError("conversation and previous_response_id exclude each other", param="conversation")
-        before = conversations.items(fields.conversation_id)
-    elif fields.previous_response_id:
+    if fields.previous_response_id:
         before = store.items(fields.previous_response_id)
     if isinstance(fields.input, str):
         return before, [{"type": "message", "role": "user", "content": fields.input}]

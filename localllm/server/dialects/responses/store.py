@@ -1,24 +1,22 @@
-"""Stored responses and conversations, in memory only, least recently used evicted first."""
+"""Stored responses, in memory only, least recently used evicted first."""
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from localllm.errors import NotFoundError, RequestError
 from localllm.server.dialects.fields import RequestBody
 
-# Of responses, and of conversations: entries, and characters as JSON.
+# Entries, and characters as JSON.
 _MAX_ENTRIES, _MAX_CHARS = 256, 64 * 2**20
 _KEPT = "responses are kept in memory until the server stops; send the whole conversation"
-Items = Annotated[list[dict[str, Any]], Field(max_length=512)]
 
 
 # How the ids of items begin, by type.
@@ -51,10 +49,6 @@ def _whole_part(part: Any) -> Any:
     if kind == "output_text":
         return {"annotations": [], "logprobs": [], **part}
     return {"detail": "auto", **part} if kind == "input_image" else part
-
-
-def _chars(item: Mapping[str, Any]) -> int:
-    return len(json.dumps(item))
 
 
 class PreviousResponseError(NotFoundError):
@@ -153,98 +147,6 @@ def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, A
     found = list(listed) if wanted.order == "asc" else list(reversed(listed))
     begin = next((i + 1 for i, item in enumerate(found) if item["id"] == wanted.after), 0)
     end = begin + wanted.limit
-    return listing(found[begin:end], has_more=end < len(found))
-
-
-def listing(shown: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
-    """OpenAI's list object of `shown`."""
+    shown = found[begin:end]
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": has_more}
-
-
-class ConversationNotFoundError(NotFoundError):
-    """No such conversation, or item of it, is kept here (any more)."""
-
-    code = "conversation_not_found"
-    default_hint = "conversations are kept in memory until the server stops; create one, or send the whole input"
-
-
-class ConversationFields(RequestBody):
-    """POST /v1/conversations."""
-
-    items: Items = Field(default_factory=list)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-
-class MetadataFields(RequestBody):
-    """POST /v1/conversations/{id}."""
-
-    metadata: dict[str, Any]
-
-
-class ItemsFields(RequestBody):
-    """POST /v1/conversations/{id}/items."""
-
-    items: Items
-
-
-class Conversations:
-    """OpenAI's Conversations API: conversations kept for clients."""
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = OrderedDict()
-        self._chars: dict[str, int] = {}
-
-    def create(self, sent: ConversationFields) -> dict[str, Any]:
-        """A new one; returns its object."""
-        name = "conv_" + secrets.token_hex(12)
-        body = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": sent.metadata}
-        self._entries[name] = (body, [])
-        self._chars[name] = 0
-        self.add(name, sent.items)
-        return body
-
-    def body(self, conversation_id: str) -> dict[str, Any]:
-        """Its object; raises ConversationNotFoundError."""
-        return self._get(conversation_id)[0]
-
-    def items(self, conversation_id: str) -> list[dict[str, Any]]:
-        """Its items so far; raises ConversationNotFoundError."""
-        return list(self._get(conversation_id)[1])
-
-    def add(self, conversation_id: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Append `items`; returns them with ids. Raises ConversationNotFoundError."""
-        added = list(map(typed, items))
-        self._get(conversation_id)[1].extend(added)
-        self._chars[conversation_id] += sum(map(_chars, added))
-        while len(self._entries) > _MAX_ENTRIES or (sum(self._chars.values()) > _MAX_CHARS and self._entries):
-            self.drop(next(iter(self._entries)))
-        return added
-
-    def drop(self, conversation_id: str) -> None:
-        """Forget it; raises ConversationNotFoundError."""
-        self._get(conversation_id)
-        del self._entries[conversation_id], self._chars[conversation_id]
-
-    def item(self, conversation_id: str, item_id: str) -> dict[str, Any]:
-        """One of its items; raises ConversationNotFoundError."""
-        found = next((i for i in self._get(conversation_id)[1] if i["id"] == item_id), None)
-        if found is None:
-            raise ConversationNotFoundError(f"this conversation has no item {item_id[:80]!r}", param="item_id")
-        return found
-
-    def drop_item(self, conversation_id: str, item_id: str) -> dict[str, Any]:
-        """Remove one item; returns the conversation's object. Raises ConversationNotFoundError."""
-        found = self.item(conversation_id, item_id)
-        body, items = self._entries[conversation_id]
-        items.remove(found)
-        self._chars[conversation_id] -= _chars(found)
-        return body
-
-    def _get(self, conversation_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        if conversation_id not in self._entries:
-            raise ConversationNotFoundError(
-                f"no conversation {conversation_id[:80]!r} is kept here", param="conversation"
-            )
-        self._entries.move_to_end(conversation_id)
-        return self._entries[conversation_id]
+    return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": end < len(found)}
