@@ -327,7 +327,7 @@ class _LarkWriter:
         """What else in the grammar a terminal may begin with."""
         expression = self._joined(run)
 
-        def within(way: Sequence[_Node]) -> Iterator[Ranges]:
+        def letters_in(way: Sequence[_Node]) -> Iterator[Ranges]:
             i = 0
             while i < len(way):
                 if self._joined(way[i : i + len(run)]) == expression:
@@ -337,15 +337,15 @@ class _LarkWriter:
                 if isinstance(node, _Letter):
                     yield node.ranges
                 elif isinstance(node, _Times):
-                    yield from within([node.node])
+                    yield from letters_in([node.node])
                 elif isinstance(node, _Ways):
                     for inner in node.ways:
-                        yield from within(inner)
+                        yield from letters_in(inner)
                 i += 1
 
         for rule in self._rules.values():
             for way in rule.ways:
-                yield from within(way)
+                yield from letters_in(way)
 
     def _written(self, node: _Node) -> str:
         if isinstance(node, _Letter):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import chain, combinations, product
 from typing import Any
 
 from localllm.grammars.members import OBJECT, all_taken, as_name, both_of, kinds_of, merged, name_matches, overlap
@@ -93,20 +93,28 @@ class JsonRules:
         if "allOf" in words and (kept := picked(schema, self._leads)) != schema:
             return self._plain(kept)
         if words & {"allOf", "anyOf", "$ref"}:
-            ways = self._of_one_type(schema)
-            if ways is None:
-                return None
-            found: list[str] = []
-
-            def lark() -> str:
-                found.append(self._any_of(ways) or "")
-                return found[0]
-
-            # A rule, since a part of it may lead back to the whole.
-            name = self._rule(json.dumps(schema), self._new_name(), lark)
-            return self.never if found == [self.never] else name if found != [""] else None
+            return self._combined(schema)
         if words & {"enum", "const"} and words <= {"enum", "const", "type"}:
             return self._listed(schema)
+        return self._typed(schema, words)
+
+    def _combined(self, schema: Mapping[str, Any]) -> str | None:
+        """A rule of alternatives and parts, since a part of it may lead back to the whole."""
+        ways = self._of_one_type(schema)
+        if ways is None:
+            return None
+        found: list[str] = []
+
+        def lark() -> str:
+            found.append(self._any_of(ways) or "")
+            return found[0]
+
+        name = self._rule(json.dumps(schema), self._new_name(), lark)
+        if found == [""]:
+            return None
+        return self.never if found == [self.never] else name
+
+    def _typed(self, schema: Mapping[str, Any], words: Set[str]) -> str | None:
         kind = schema.get("type")
         if kind is None and words <= OBJECT:
             others = [{"type": other} for other in ("string", "number", "boolean", "null", "array")]
@@ -198,35 +206,41 @@ class JsonRules:
             return [schema]
         if depth > _MOST_NESTED or not set(schema) <= OBJECT | {"allOf", "anyOf", "$ref"}:
             return None
+        ways: list[dict[str, Any]] = [{}]
+        for alternatives in self._parts(schema, depth):
+            if alternatives is None:
+                return None
+            combined = [merged(one, other) for one, other in product(ways, alternatives)]
+            ways = _each_once(way for way in combined if way is not None)
+            if len(ways) > _MOST_WAYS:
+                return None
+        return ways
+
+    def _parts(self, schema: Mapping[str, Any], depth: int) -> list[list[dict[str, Any]] | None]:
+        """The parts of `schema` that must all hold, each as its alternatives, in the order in which they stand."""
         own = {word: said for word, said in schema.items() if word in OBJECT}
         parts: list[list[dict[str, Any]] | None] = []
         for word, said in schema.items():
             if word == "anyOf":
                 inner = [self._ways(way, depth + 1) for way in said]
-                parts.append(None if None in inner else [way for some in inner for way in some or ()])
+                parts.append(None if None in inner else list(chain.from_iterable(way or () for way in inner)))
             elif word == "$ref":
                 parts.append(self._ways(self._leads(said), depth + 1))
             elif word == "allOf":
                 parts += [self._ways(part, depth + 1) for part in said]
             elif word == next(iter(own)):
                 parts.append([own])
-        ways: list[dict[str, Any]] = [{}]
-        for some in parts:
-            if some is None:
-                return None
-            ways = [both for one in ways for other in some if (both := merged(one, other)) is not None]
-            ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
-            if len(ways) > _MOST_WAYS:
-                return None
-        return ways
+        return parts
 
     def _of_one_type(self, schema: Any) -> list[dict[str, Any]] | None:
         """`_ways` of one type each; None where one of them says more of another type than its name."""
         ways = self._ways(schema)
         if ways is None or any(set(way) - OBJECT for way in ways):
             return None
-        found = [{**(way if kind == "object" else {}), "type": kind} for way in ways for kind in kinds_of(way)]
-        return [way for i, way in enumerate(found) if way not in found[:i]]
+        found: list[dict[str, Any]] = []
+        for way in ways:
+            found += [{**(way if kind == "object" else {}), "type": kind} for kind in kinds_of(way)]
+        return _each_once(found)
 
     def _other(self, schema: Any) -> str:
         """A rule that is a schema of llguidance's, with what it refers to."""
@@ -258,34 +272,19 @@ class JsonRules:
 
     def _object(self, schema: Mapping[str, Any]) -> str | None:
         t = self._terminal
-        named: Mapping[str, Any] = schema.get("properties", {})
         patterns: Mapping[str, Any] = schema.get("patternProperties", {})
         if not all(map(as_name, patterns)) or any(overlap(*pair) for pair in combinations(patterns, 2)):
             return None
-        extra = schema.get("additionalProperties", True)
+        named = _described_members(schema, patterns)
         required = schema.get("required", ())
-        for name in required:
-            if name not in named:
-                named = {**named, name: True if any(name_matches(p, name) for p in patterns) else extra}
-        for pattern, described in patterns.items():
-            named = {n: both_of(said, described) if name_matches(pattern, n) else said for n, said in named.items()}
         members: list[tuple[str, bool]] = []
         for name, described in named.items():
             value = self._value(described)
-            if value == self.never:
-                if name in required:
-                    return self.never
-                continue
-            key = _quoted(name)
-            members.append((f"{key} {t('colon')} {value}", name in required))
-        value = self._value(extra)
-        others = [] if value == self.never else [f"{self._other_name(list(named), patterns)} {t('colon')} {value}"]
-        for pattern, described in patterns.items():
-            value = self._value(described)
-            taken = [name for name in named if name_matches(pattern, name)]
-            if value != self.never and not (taken and all_taken(pattern, taken)):
-                others.append(f"{self._name_like(pattern, taken)} {t('colon')} {value}")
-        other = " | ".join(others)
+            if value == self.never and name in required:
+                return self.never
+            if value != self.never:
+                members.append((f"{_quoted(name)} {t('colon')} {value}", name in required))
+        other = self._other_members(schema, list(named), patterns)
         if not members and not other:
             return f"({t('open')} {t('close')})"
         base = self._new_name()
@@ -293,6 +292,18 @@ class JsonRules:
         self._named[base] = base
         body = (self._free if free else self._ordered)(base, members, other)
         return f"({t('open')} {body} {t('close')})"
+
+    def _other_members(self, schema: Mapping[str, Any], names: Sequence[str], patterns: Mapping[str, Any]) -> str:
+        """The Lark of a member that is none of `names`; empty where there can be none."""
+        colon = self._terminal("colon")
+        value = self._value(schema.get("additionalProperties", True))
+        ways = [] if value == self.never else [f"{self._other_name(names, patterns)} {colon} {value}"]
+        for pattern, described in patterns.items():
+            value = self._value(described)
+            taken = [name for name in names if name_matches(pattern, name)]
+            if value != self.never and not (taken and all_taken(pattern, taken)):
+                ways.append(f"{self._name_like(pattern, taken)} {colon} {value}")
+        return " | ".join(ways)
 
     def _other_name(self, names: Sequence[str], patterns: Mapping[str, Any]) -> str:
         """The terminal of a member's name that is none of `names`, and like none of `patterns`."""
@@ -344,6 +355,14 @@ class JsonRules:
         return f"{base}_f0"
 
 
+def _each_once(schemas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for schema in schemas:
+        if schema not in found:
+            found.append(schema)
+    return found
+
+
 def _quoted(value: Any) -> str:
     """The Lark of a plain value as JSON."""
     return text(json.dumps(value, ensure_ascii=False))
@@ -352,6 +371,20 @@ def _quoted(value: Any) -> str:
 def text(said: str) -> str:
     """A Lark string; its escapes are JSON's."""
     return json.dumps(said, ensure_ascii=False)
+
+
+def _described_members(schema: Mapping[str, Any], patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """All that an object's schema says of each member that it names or requires."""
+    named: dict[str, Any] = dict(schema.get("properties", {}))
+    extra = schema.get("additionalProperties", True)
+    for name in schema.get("required", ()):
+        if name not in named:
+            named[name] = True if any(name_matches(pattern, name) for pattern in patterns) else extra
+    for pattern, described in patterns.items():
+        for name, said in named.items():
+            if name_matches(pattern, name):
+                named[name] = both_of(said, described)
+    return named
 
 
 _WORDS_OF: Mapping[str, frozenset[str]] = {

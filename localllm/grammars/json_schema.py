@@ -16,8 +16,9 @@ from typing import Any
 from localllm.errors import UnsupportedError
 from localllm.grammars.deep_stack import check_parts
 from localllm.grammars.json_lark import ANY_ORDER, JsonRules
+from localllm.grammars.member_names import Schema
 from localllm.grammars.schema_words import holds, made_of
-from localllm.grammars.translator import BOUNDS, INERT, Schema, Translator
+from localllm.grammars.translator import BOUNDS, INERT, Translator
 
 # Words whose value decides: tried without each, in this order, then without all of them up to each.
 _AT_TIMES = (
@@ -34,11 +35,11 @@ _JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)
 def translated(schema: Any) -> Schema:
     """`schema` as the engine keeps it, all of it. Raises UnsupportedError, which names what can't be kept."""
     try:
-        result, left_out = _translated(json.dumps(schema))
+        result, unsupported = _translated(json.dumps(schema))
     except RecursionError as e:
         raise UnsupportedError("the json_schema can't be enforced: it is nested too deeply") from e
-    if left_out:
-        reasons = [f"{w} is {'beyond 2^62' if w in BOUNDS else 'not supported'}" for w in left_out]
+    if unsupported:
+        reasons = [f"{w} is {'beyond 2^62' if w in BOUNDS else 'not supported'}" for w in unsupported]
         raise UnsupportedError(f"the json_schema can't be enforced: {', '.join(reasons)}")
     return result
 
@@ -94,7 +95,7 @@ def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
         return True, ("schema",)
 
 
-def settled(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
     """A constraint as the engine takes it: a schema that need not hold whole (`loose_schema`) without what can't be kept,
     and the names of that as response_format.WORD. Raises UnsupportedError for one of too many parts."""
     if grammar is None or grammar[0] != "loose_schema":
@@ -107,8 +108,8 @@ def settled(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tu
 @lru_cache(maxsize=512)  # an agent sends the same tools with every turn
 def _translated(text: str) -> tuple[Schema, tuple[str, ...]]:
     translator = Translator(json.loads(text))
-    result = translator.whole()
-    return result, tuple(sorted(translator.left_out))
+    result = translator.translated()
+    return result, tuple(sorted(translator.unsupported))
 
 
 @lru_cache(maxsize=512)

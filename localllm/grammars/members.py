@@ -25,42 +25,59 @@ def kinds_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
     """What both say: None where they share no type, an allOf where that is said in no words of an object alone."""
-    mine, theirs = kinds_of(one), kinds_of(other)
-    kinds = [k for k in mine if k in theirs or (k == "integer" and "number" in theirs)]
-    kinds += [k for k in theirs if k == "integer" and "number" in mine and k not in kinds]
+    kinds = _common_kinds(kinds_of(one), kinds_of(other))
     if not kinds:
         return None
     typed = {"type": kinds if len(kinds) > 1 else kinds[0]} if "type" in one or "type" in other else {}
     if "object" not in kinds:
         more = [schema for schema in (one, other) if "object" not in kinds_of(schema) and set(schema) != {"type"}]
         return {**typed, **({"allOf": more} if more else {})}
-    named: dict[str, Any] = {}
-    patterns: dict[str, Any] = {}
-    for here, there in ((one, other), (other, one)):
-        extra = there.get("additionalProperties", True)
-        liked, known = there.get("patternProperties", {}), there.get("properties", {})
-        for name, described in here.get("properties", {}).items():
-            if name in named:
-                continue
-            named[name] = described
-            if name in known or not any(name_matches(pattern, name) for pattern in liked):
-                named[name] = both_of(described, known.get(name, extra))
-        for pattern, described in here.get("patternProperties", {}).items():
-            if pattern in liked:
-                patterns[pattern] = both_of(described, liked[pattern])
-            elif extra is not True and (liked or any(name_matches(pattern, name) for name in known)):
-                return {"allOf": [one, other]}
-            else:
-                patterns[pattern] = both_of(described, extra)
+    named = _named_members(one, other)
+    for name, described in _named_members(other, one).items():
+        named.setdefault(name, described)
+    patterns = [_patterns_of_members(one, other), _patterns_of_members(other, one)]
+    if None in patterns:
+        return {"allOf": [one, other]}
     extra = both_of(one.get("additionalProperties", True), other.get("additionalProperties", True))
-    out: dict[str, Any] = {**typed, **({"properties": named} if named else {})}
-    if required := list(dict.fromkeys([*one.get("required", ()), *other.get("required", ())])):
-        out["required"] = required
-    if patterns:
-        out["patternProperties"] = patterns
-    if extra is not True:
-        out["additionalProperties"] = extra
-    return {**out, IN_ORDER: True} if one.get(IN_ORDER) or other.get(IN_ORDER) else out
+    required = list(dict.fromkeys([*one.get("required", ()), *other.get("required", ())]))
+    words = {
+        "properties": named,
+        "required": required,
+        "patternProperties": {**(patterns[0] or {}), **(patterns[1] or {})},
+        IN_ORDER: bool(one.get(IN_ORDER) or other.get(IN_ORDER)),
+    }
+    out = {**typed, **{word: value for word, value in words.items() if value}}
+    return out if extra is True else {**out, "additionalProperties": extra}
+
+
+def _common_kinds(mine: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    """The types that both allow: an integer is a number."""
+    kinds = [k for k in mine if k in theirs or (k == "integer" and "number" in theirs)]
+    return kinds + [k for k in theirs if k == "integer" and "number" in mine and k not in kinds]
+
+
+def _named_members(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
+    """What both say of the members that `here` names."""
+    extra = there.get("additionalProperties", True)
+    patterns, known = there.get("patternProperties", {}), there.get("properties", {})
+    named: dict[str, Any] = {}
+    for name, described in here.get("properties", {}).items():
+        by_pattern_alone = name not in known and any(name_matches(pattern, name) for pattern in patterns)
+        named[name] = described if by_pattern_alone else both_of(described, known.get(name, extra))
+    return named
+
+
+def _patterns_of_members(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What both say of the members whose names are like a pattern of `here`; None where that takes an allOf."""
+    extra = there.get("additionalProperties", True)
+    patterns, known = there.get("patternProperties", {}), there.get("properties", {})
+    found: dict[str, Any] = {}
+    for pattern, described in here.get("patternProperties", {}).items():
+        may_meet = bool(patterns) or any(name_matches(pattern, name) for name in known)
+        if pattern not in patterns and extra is not True and may_meet:
+            return None
+        found[pattern] = both_of(described, patterns.get(pattern, extra))
+    return found
 
 
 def both_of(one: Any, other: Any) -> Any:

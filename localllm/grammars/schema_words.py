@@ -51,10 +51,10 @@ def empty(schema: Mapping[str, Any]) -> bool:
 
 
 class Words:
-    """Says the words of schemas whose references lead to `definitions`; what can't be said goes to `left_out`."""
+    """Says the words of schemas whose references lead to `definitions`; what can't be said goes to `unsupported`."""
 
-    def __init__(self, definitions: Mapping[str, Any], left_out: set[str]) -> None:
-        self._definitions, self._left_out = definitions, left_out
+    def __init__(self, definitions: Mapping[str, Any], unsupported: set[str]) -> None:
+        self._definitions, self._unsupported = definitions, unsupported
         self._until = time.monotonic() + _COMPARING_S
         self._said: dict[str, Any] = {}
 
@@ -64,42 +64,48 @@ class Words:
             return [self.said(inner) for inner in schema]
         if not isinstance(schema, dict):
             return schema
-        out: dict[str, Any] = {}
-        for word, value in schema.items():
-            if word in ("properties", "patternProperties"):
-                out[word] = {name: self.said(inner) for name, inner in value.items()}
-            elif word in ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if"):
-                out[word] = self.said(value)
-            else:
-                out[word] = value
+        out = {word: self._inside(word, value) for word, value in schema.items()}
         more: list[Any] = []
         ways, unwanted, condition = (out.pop(word, None) for word in ("oneOf", "not", "if"))
         if ways is not None:
             more.append(self._one_of(ways, out))
         if unwanted is not None:
-            rest = self.negated(unwanted)
-            if rest is not None:
-                more.append(rest)
-            elif "const" in out or "enum" in out:
-                values = [out["const"]] if "const" in out else out["enum"]
-                more.append({"enum": [v for v in values if self._disjoint(unwanted, {"const": v})]})
-            elif not self._disjoint(unwanted, out):
-                self._left_out.add("not")
+            more.append(self._other_than(unwanted, out))
         if condition is not None:
             more.append(self._either(*condition))
         more = [inner for inner in more if inner is not True]
+        if len(more) == 1 and not out:
+            return more[0]
         if more:
-            if not out and len(more) == 1:
-                return more[0]
             before = next((w for w in schema if w in ("properties", "oneOf", "if", "allOf")), "properties")
             both = [*more, *out.pop("allOf", [])] if before != "allOf" else [*out.pop("allOf", []), *more]
             out = {**out, "allOf": both} if before == "properties" else {"allOf": both, **out}
         return picked(out or True, self._definition)
 
+    def _inside(self, word: str, value: Any) -> Any:
+        """The `value` of a word, with other words for those that are not known in the schemas that it holds."""
+        if word in ("properties", "patternProperties"):
+            return {name: self.said(inner) for name, inner in value.items()}
+        if word in ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if"):
+            return self.said(value)
+        return value
+
+    def _other_than(self, unwanted: Any, beside: Mapping[str, Any]) -> Any:
+        """What is not `unwanted`, among what the words `beside` it allow."""
+        rest = self.negated(unwanted)
+        if rest is not None:
+            return rest
+        if "const" in beside or "enum" in beside:
+            values = [beside["const"]] if "const" in beside else beside["enum"]
+            return {"enum": [v for v in values if self._disjoint(unwanted, {"const": v})]}
+        if not self._disjoint(unwanted, beside):
+            self._unsupported.add("not")
+        return True
+
     def _either(self, condition: Any, then: Any, otherwise: Any) -> Any:
         unless = self.negated(condition)
         if unless is None:
-            self._left_out.add("if")
+            self._unsupported.add("if")
             return True
         ways = ({"allOf": [condition, then]}, {"allOf": [unless, otherwise]})
         return {"anyOf": [picked(way, self._definition) for way in ways]}
@@ -123,7 +129,7 @@ class Words:
                     continue
                 rest = self.negated(other)
                 if rest is None:
-                    self._left_out.add("oneOf")
+                    self._unsupported.add("oneOf")
                     return {"anyOf": list(ways)}
                 without.append(rest)
             alone.append(picked({"allOf": [way, *without]}, self._definition) if without else way)
@@ -231,23 +237,11 @@ class Words:
         if word == "required":
             return {"anyOf": [{"type": "object", "properties": {name: False}} for name in value]}
         if word == "properties":
-            wrong = {name: self.negated(inner, depth + 1) for name, inner in value.items()}
-            if None in wrong.values():
-                return None
-            ways = [
-                {"type": "object", "required": [name], "properties": {name: inner}}
-                for name, inner in wrong.items()
-                if inner is not False
-            ]
-            return {"anyOf": ways} if ways else False
+            return self._against_members(value, depth)
         if word in ("const", "enum"):
-            return _other_than([value] if word == "const" else value)
+            return _other_values([value] if word == "const" else value)
         if word == "allOf":
-            parts = [self.negated(inner, depth + 1) for inner in value]
-            if None in parts:
-                return None
-            parts = [inner for inner in parts if inner is not False]
-            return {"anyOf": parts} if parts else False
+            return _any_way([self.negated(inner, depth + 1) for inner in value])
         if word == "anyOf":
             parts = [self.negated(inner, depth + 1) for inner in value]
             return None if None in parts else {"allOf": parts}
@@ -255,8 +249,27 @@ class Words:
             return self.negated(self._definition(value), depth + 1)
         return None
 
+    def _against_members(self, members: Mapping[str, Any], depth: int) -> Any:
+        """The schema of objects in which one of these members is wrong."""
+        ways: list[Any] = []
+        for name, schema in members.items():
+            wrong = self.negated(schema, depth + 1)
+            if wrong is None or wrong is False:
+                ways.append(wrong)
+            else:
+                ways.append({"type": "object", "required": [name], "properties": {name: wrong}})
+        return _any_way(ways)
 
-def _other_than(values: Sequence[Any]) -> Any:
+
+def _any_way(ways: Sequence[Any]) -> Any:
+    """Any of these schemas; None where one of them is not known."""
+    if None in ways:
+        return None
+    possible = [way for way in ways if way is not False]
+    return {"anyOf": possible} if possible else False
+
+
+def _other_values(values: Sequence[Any]) -> Any:
     """The schema of everything but `values`; None where some are lists or objects."""
     by_kind: dict[str, list[Any]] = {}
     for value in values:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import unquote, urljoin
 
+from localllm.grammars.member_names import (
+    LISTED_NAMES,
+    Schema,
+    described_by,
+    forbid_all_but,
+    is_like,
+    names_of,
+    pattern_of_names,
+)
 from localllm.grammars.schema_words import Words
 from localllm.grammars.values import TYPES
-
-Schema: TypeAlias = bool | dict[str, Any]
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # Beyond 64 bits llguidance dies of bounds, and an integer has to end somewhere: up to here the ids of others fit.
@@ -54,16 +61,14 @@ _NOT_NULL = (
 # Words of one part of an allOf that may as well stand beside it.
 _MERGED = frozenset({"const", "enum", "type", "not", "pattern", "format", *_COUNTS[:2], *BOUNDS})
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
-_LITERAL = r"(?:[\w :/@-]|\\[.$/-])+"
-_NAMES = re.compile(rf"\^(?:({_LITERAL})|\(({_LITERAL}(?:\|{_LITERAL})*)\))\$")
 
 
 class Translator:
-    """Translates one schema; `left_out` are the words that it could not say."""
+    """Translates one schema; `unsupported` are the words that it could not say."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self.left_out: set[str] = set()
+        self.unsupported: set[str] = set()
         self._resources: dict[str, Any] = {"": root}
         self._anchors: dict[tuple[str, str], Any] = {}
         self._bases: dict[int, str] = {}
@@ -74,13 +79,13 @@ class Translator:
         self._plain_items = isinstance(said, str) and any(draft in said for draft in _WITHOUT_PREFIX_ITEMS)
         self._index(root, "")
 
-    def whole(self) -> Schema:
+    def translated(self) -> Schema:
         root = self._schema(self._root)
         definitions: dict[str, Schema] = {}
         while self._pending:
             name, node = self._pending.pop()
             definitions[name] = self._schema(node)
-        words = Words(definitions, self.left_out)
+        words = Words(definitions, self.unsupported)
         result: Schema = words.said(root)
         if not definitions:
             return result
@@ -136,12 +141,12 @@ class Translator:
         if isinstance(target, bool):
             return target
         if not isinstance(target, dict):
-            self.left_out.add("$ref")
+            self.unsupported.add("$ref")
             return True
         seen: set[int] = set()
         while set(target) == {"$ref"} and isinstance(target["$ref"], str):
             if id(target) in seen:
-                self.left_out.add("$ref")  # to itself, and nothing else
+                self.unsupported.add("$ref")  # to itself, and nothing else
                 return True
             seen.add(id(target))
             further = self._target(target, target["$ref"])
@@ -161,52 +166,45 @@ class Translator:
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
-            self.left_out.add("schema")
+            self.unsupported.add("schema")
             return True
         # What is null is not said: to some clients no more than that, to the specification a mistake.
-        node_ = {word: value for word, value in node.items() if value is not None or word == "const"}
-        self.left_out |= {word for word in _NOT_NULL if word in node and word not in node_}
-        if "$ref" in node_ and self._old:
+        stated = {word: value for word, value in node.items() if value is not None or word == "const"}
+        self.unsupported |= {word for word in _NOT_NULL if word in node and word not in stated}
+        if "$ref" in stated and self._old:
             return self._reference(node)
-        for word in _NEVER:
-            if word in node_ and not self._says_nothing(word, node_):
-                self.left_out.add(word)
+        self._note_unsupported(stated)
         out: dict[str, Any] = {}
-        self._type(node_, out)
-        self._numbers(node_, out)
-        more: list[Schema] = []
-        self._texts(node_, out, more)
-        self._lists(node_, out)
-        self._members(node_, out, more)
+        parts: list[Schema] = []
+        self._type(stated, out)
+        self._numbers(stated, out)
+        self._texts(stated, out, parts)
+        self._lists(stated, out)
+        self._members(stated, out, parts)
+        self._values(stated, out)
+        if "$ref" in stated:
+            parts.append(self._reference(node))
+        self._applied(stated, out, parts)
+        self._conditions(stated, out)
+        return _with_parts(stated, out, parts)
+
+    def _note_unsupported(self, node: Mapping[str, Any]) -> None:
+        for word in _NEVER:
+            if word in node and not self._says_nothing(word, node):
+                self.unsupported.add(word)
+
+    def _values(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
         for word in ("const", "enum"):
-            if word in node_ and not self._listed(word, node_[word]):
-                continue
-            if word in node_:
-                out[word] = node_[word]
-        if "$ref" in node_:
-            more.append(self._reference(node))
-        self._applied(node_, out, more)
-        if node_.get(IN_ORDER) is True:
+            if word in node and self._listed(word, node[word]):
+                out[word] = node[word]
+
+    def _conditions(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        if node.get(IN_ORDER) is True:
             out[IN_ORDER] = True
-        if "not" in node_:
-            out["not"] = self._schema(node_["not"])
-        if "if" in node_ and ("then" in node_ or "else" in node_):
-            out["if"] = [self._schema(node_.get(word, True)) for word in ("if", "then", "else")]
-        more = [inner for inner in more if inner is not True]
-        apart: list[Schema] = []
-        for inner in more:
-            if isinstance(inner, dict) and set(inner) <= _MERGED and not set(inner) & set(out):
-                out.update(inner)
-            else:
-                apart.append(inner)
-        more = apart
-        if len(more) == 1 and not out:
-            return more[0]
-        if more:
-            # llguidance has members in the order in which words name them.
-            first = next((w for w in node_ if w in ("properties", *_APPLIED)), "properties")
-            out = {"allOf": more, **out} if first != "properties" else {**out, "allOf": more}
-        return out or True
+        if "not" in node:
+            out["not"] = self._schema(node["not"])
+        if "if" in node and ("then" in node or "else" in node):
+            out["if"] = [self._schema(node.get(word, True)) for word in ("if", "then", "else")]
 
     def _applied(self, node: Mapping[str, Any], out: dict[str, Any], more: list[Schema]) -> None:
         """Alternatives and parts, in the order in which they stand."""
@@ -214,7 +212,7 @@ class Translator:
             if word not in node:
                 continue
             if not isinstance(node[word], list) or not node[word]:
-                self.left_out.add(word)
+                self.unsupported.add(word)
                 continue
             ways = [self._schema(inner) for inner in node[word]]
             if word == "allOf":
@@ -242,7 +240,7 @@ class Translator:
         kinds = [sent] if isinstance(sent, str) else sent
         kinds = [k.lower() if isinstance(k, str) else k for k in kinds] if isinstance(kinds, list) else [None]
         if not kinds or not all(k in TYPES or k == "integer" for k in kinds):
-            self.left_out.add("type")
+            self.unsupported.add("type")
             return
         kinds = [k for k in dict.fromkeys(kinds) if k != "integer" or "number" not in kinds]
         out["type"] = kinds[0] if len(kinds) == 1 else kinds
@@ -250,7 +248,7 @@ class Translator:
     def _number(self, word: str, value: Any) -> bool:
         good = type(value) in (int, float) and value == value and abs(value) != float("inf")
         if not good:
-            self.left_out.add(word)
+            self.unsupported.add(word)
         return good
 
     def _numbers(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
@@ -265,7 +263,7 @@ class Translator:
                 bounds[word] = value
         far = {word for word, value in bounds.items() if abs(value) > LARGEST}
         if any((bounds[word] > 0) == ("inimum" in word) for word in far):  # all that is allowed lies beyond
-            self.left_out |= far
+            self.unsupported |= far
         out.update({word: value for word, value in bounds.items() if word not in far})
         if "multipleOf" in node and self._number("multipleOf", node["multipleOf"]) and node["multipleOf"] > 0:
             out["multipleOf"] = node["multipleOf"]
@@ -278,7 +276,7 @@ class Translator:
             if type(value) in (int, float) and value >= 0 and value == int(value):
                 out[word] = int(value)
             else:
-                self.left_out.add(word)
+                self.unsupported.add(word)
 
     def _texts(self, node: Mapping[str, Any], out: dict[str, Any], more: list[Schema]) -> None:
         self._counts(node, out, _COUNTS[:2])
@@ -291,13 +289,13 @@ class Translator:
             if isinstance(node["pattern"], str) and not _BEYOND_REGULAR.search(node["pattern"]):
                 out["pattern"] = node["pattern"]
             else:
-                self.left_out.add("pattern")
+                self.unsupported.add("pattern")
 
     def _listed(self, word: str, value: Any) -> bool:
         values = [value] if word == "const" else value
         if isinstance(values, list) and not _beyond(values):
             return True
-        self.left_out.add(word)
+        self.unsupported.add(word)
         return False
 
     def _lists(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
@@ -306,44 +304,34 @@ class Translator:
         if isinstance(items, list):
             first, items = items, node.get("additionalItems")
         elif first is not None and self._plain_items:
-            self.left_out.add("prefixItems")
+            self.unsupported.add("prefixItems")
             first = None
-        if items is None and node.get("unevaluatedItems") is not None and "unevaluatedItems" not in self.left_out:
+        if items is None and node.get("unevaluatedItems") is not None and "unevaluatedItems" not in self.unsupported:
             items = node["unevaluatedItems"]
         if isinstance(first, list) and first:
             out["prefixItems"] = [self._schema(inner) for inner in first]
         elif first not in (None, []):
-            self.left_out.add("prefixItems")
+            self.unsupported.add("prefixItems")
         if items is not None:
             out["items"] = self._schema(items)
         if node.get("uniqueItems") is True and not (out.get("maxItems", 2) < 2 or _no_list(out)):
-            self.left_out.add("uniqueItems")
+            self.unsupported.add("uniqueItems")
 
     def _members(self, node: Mapping[str, Any], out: dict[str, Any], more: list[Schema]) -> None:
         self._counts(node, out, _COUNTS[4:])
         named = self._named("properties", node)
         patterns = self._named("patternProperties", node)
-        others = node.get("additionalProperties")
-        if others is None and "unevaluatedProperties" in node and "unevaluatedProperties" not in self.left_out:
-            others = node["unevaluatedProperties"]
-        extra: Schema = True if others is None else self._schema(others)
-        required = node.get("required", [])
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            # `required: true` of draft 3 stands in the member itself, and is kept by its own object.
-            if not isinstance(required, bool):
-                self.left_out.add("required")
-            required = []
-        required = list(dict.fromkeys(required))
+        extra = self._extra(node)
+        required = self._required(node)
         if "propertyNames" in node:
             extra = self._names_held(self._schema(node["propertyNames"]), named, patterns, extra)
-        for pattern in [p for p in patterns if _NAMES.fullmatch(p)]:
+        for pattern in [p for p in patterns if LISTED_NAMES.fullmatch(p)]:
             value = patterns.pop(pattern)
-            for name in _names_of(pattern):
+            for name in names_of(pattern):
                 named[name] = {"allOf": [named[name], value]} if name in named else value
-        for name in required:
-            if name not in named and (patterns or extra is not True):
-                matching = [value for pattern, value in patterns.items() if _matches(pattern, name)]
-                named[name] = {"allOf": matching} if matching else extra
+        if patterns or extra is not True:
+            for name in required:
+                named.setdefault(name, described_by(name, patterns, extra))
         if named or node.get("properties") == {}:
             out["properties"] = named
         if patterns:
@@ -357,48 +345,53 @@ class Translator:
         for name, needed in self._dependencies(node):
             more.append({"anyOf": [{**kind, "properties": {name: False}}, needed]})
 
+    def _extra(self, node: Mapping[str, Any]) -> Schema:
+        """The schema of members that nothing names."""
+        others = node.get("additionalProperties")
+        if others is None and "unevaluatedProperties" in node and "unevaluatedProperties" not in self.unsupported:
+            others = node["unevaluatedProperties"]
+        return True if others is None else self._schema(others)
+
+    def _required(self, node: Mapping[str, Any]) -> list[str]:
+        required = node.get("required", [])
+        if isinstance(required, list) and all(isinstance(name, str) for name in required):
+            return list(dict.fromkeys(required))
+        # `required: true` of draft 3 stands in the member itself, and is kept by its own object.
+        if not isinstance(required, bool):
+            self.unsupported.add("required")
+        return []
+
     def _named(self, word: str, node: Mapping[str, Any]) -> dict[str, Schema]:
         value = node.get(word, {})
         if isinstance(value, dict):
             return {name: self._schema({} if inner is None else inner) for name, inner in value.items()}
-        self.left_out.add("schema" if word == "properties" else word)
+        self.unsupported.add("schema" if word == "properties" else word)
         return {}
 
     def _names_held(self, held: Schema, named: dict[str, Schema], patterns: dict[str, Schema], extra: Schema) -> Schema:
         """What other members may be, where `held` is what every member's name must match."""
         if held is True:
             return extra
-        words = set(held) - {"type"} if isinstance(held, dict) else set()
-        if isinstance(held, dict) and "string" not in held.get("type", "string"):
-            held = False
-        if isinstance(held, dict) and words <= {"enum", "const"} and words:
-            allowed = [held["const"]] if "const" in held else held["enum"]
-            for name in allowed:
-                if isinstance(name, str) and name not in named:
-                    matching = [v for p, v in patterns.items() if _matches(p, name)]
-                    named[name] = {"allOf": matching} if matching else extra
-            for name in named:
-                named[name] = named[name] if name in allowed else False
-            patterns.clear()
-            return False
-        if isinstance(held, dict) and words <= {"pattern", "minLength", "maxLength"} and not patterns:
-            pattern = held.get("pattern")
-            if pattern is not None and len(words) == 1:
-                patterns[pattern] = extra
-            elif pattern is None:
-                low, high = held.get("minLength", 0), held.get("maxLength", "")
-                patterns[f"^(?s:.{{{low},{high}}})$"] = extra
-            if patterns:
-                (only,) = patterns
-                for name in named:
-                    named[name] = named[name] if _matches(only, name) else False
-                return False
-        if held is False:
+        if held is False or "string" not in held.get("type", "string"):
             named.update(dict.fromkeys(named, False))
             patterns.clear()
             return False
-        self.left_out.add("propertyNames")
-        return extra
+        words = set(held) - {"type"}
+        if words and words <= {"enum", "const"}:
+            allowed = [held["const"]] if "const" in held else held["enum"]
+            for name in allowed:
+                if isinstance(name, str):
+                    named.setdefault(name, described_by(name, patterns, extra))
+            forbid_all_but({name for name in named if name in allowed}, named)
+            patterns.clear()
+            return False
+        pattern = pattern_of_names(held, words)
+        if pattern is None or patterns:
+            self.unsupported.add("propertyNames")
+            return extra
+        patterns[pattern] = extra
+        forbid_all_but({name for name in named if is_like(pattern, name)}, named)
+        return False
 
     def _sizes(self, out: dict[str, Any], more: list[Schema]) -> None:
         """Numbers of members where some of the named ones may be left out."""
@@ -423,7 +416,7 @@ class Translator:
         for word in ("dependencies", "dependentRequired", "dependentSchemas"):
             value = node.get(word, {})
             if not isinstance(value, dict) or (self._old and word != "dependencies"):
-                self.left_out |= {word} if word in node else set()
+                self.unsupported |= {word} if word in node else set()
                 continue
             for name, needed in value.items():
                 names = [needed] if isinstance(needed, str) else needed
@@ -434,6 +427,25 @@ class Translator:
                 if needs is not True:
                     found.append((name, needs))
         return found
+
+
+def _with_parts(node: Mapping[str, Any], out: dict[str, Any], parts: list[Schema]) -> Schema:
+    """`out` with the `parts` of an allOf: beside its words where they may as well stand there."""
+    apart: list[Schema] = []
+    for part in parts:
+        if part is True:
+            continue
+        if isinstance(part, dict) and set(part) <= _MERGED and not set(part) & set(out):
+            out.update(part)
+        else:
+            apart.append(part)
+    if not apart:
+        return out or True
+    if len(apart) == 1 and not out:
+        return apart[0]
+    # llguidance has members in the order in which words name them.
+    first = next((w for w in node if w in ("properties", *_APPLIED)), "properties")
+    return {"allOf": apart, **out} if first != "properties" else {**out, "allOf": apart}
 
 
 def _beyond(value: Any) -> bool:
@@ -448,17 +460,3 @@ def _beyond(value: Any) -> bool:
 def _no_list(out: Mapping[str, Any]) -> bool:
     kind = out.get("type", "array")
     return "array" not in ([kind] if isinstance(kind, str) else kind)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return False
-
-
-def _names_of(pattern: str) -> list[str]:
-    """The names that a pattern like ^(a|b)$ allows."""
-    found = _NAMES.fullmatch(pattern)
-    assert found is not None
-    return [re.sub(r"\\(.)", r"\1", name) for name in (found[1] or found[2]).split("|")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import ge, gt, le, lt
 from typing import Any
 
@@ -48,41 +48,43 @@ def matches(schema: Any, value: Any, leads: Callable[[str], Any], depth: int = 0
         return None if isinstance(schema, dict) else bool(schema)
     if isinstance(value, list) and "prefixItems" in schema:
         return None
-    found = [_word_holds(word, said, value, leads, depth + 1) for word, said in schema.items()]
+    found = [_word_accepts(word, said, value, leads, depth + 1) for word, said in schema.items()]
     if isinstance(value, dict) and {"additionalProperties", "patternProperties"} & set(schema):
         named = schema.get("properties", {})
         extra = None if "patternProperties" in schema else schema["additionalProperties"]
         found += [matches(extra, inner, leads, depth + 1) for name, inner in value.items() if name not in named]
-    return False if False in found else None if None in found else True
+    return _all_accept(found)
 
 
-def _word_holds(word: str, said: Any, value: Any, leads: Callable[[str], Any], depth: int) -> bool | None:
-    kind = kind_of(value)
+def _word_accepts(word: str, said: Any, value: Any, leads: Callable[[str], Any], depth: int) -> bool | None:
     if word in ("const", "enum"):
         listed = [said] if word == "const" else said
         return value in listed if isinstance(value, str) else any(_same(one, value) for one in listed)
+    kind = kind_of(value)
     if word == "type":
         kinds = [said] if isinstance(said, str) else said
         return kind in kinds or (kind == "number" and "integer" in kinds and value == int(value))
     if word in ("allOf", "anyOf"):
         found = [matches(inner, value, leads, depth) for inner in said]
-        decides = word == "anyOf"
-        return decides if decides in found else None if None in found else not decides
+        return _any_accept(found) if word == "anyOf" else _all_accept(found)
     if word == "$ref":
         return matches(leads(said), value, leads, depth)
     if SPEAKS_OF.get(word, kind) != kind:
         return True
+    if word == "items":
+        return _all_accept([matches(said, inner, leads, depth) for inner in value])
+    if word == "properties":
+        return _all_accept([matches(said[name], value[name], leads, depth) for name in value if name in said])
+    return _of_one_kind(word, said, value)
+
+
+def _of_one_kind(word: str, said: Any, value: Any) -> bool | None:
+    """Whether `value` is right by a word that speaks of its type alone."""
     if word in _COMPARED:
         size, good = _COMPARED[word]
         return good(size(value), said)
     if word == "required":
         return set(said) <= set(value)
-    if word in ("properties", "items"):
-        inside = (
-            [(said, v) for v in value] if word == "items" else [(said[k], v) for k, v in value.items() if k in said]
-        )
-        found = [matches(inner, v, leads, depth) for inner, v in inside]
-        return False if False in found else None if None in found else True
     if word == "additionalProperties":
         return True  # with the others' names, in `matches`
     if word == "pattern":
@@ -91,6 +93,20 @@ def _word_holds(word: str, said: Any, value: Any, leads: Callable[[str], Any], d
         except re.error:
             return None
     return None
+
+
+def _all_accept(answers: Sequence[bool | None]) -> bool | None:
+    """False where one is, None where one can't be told."""
+    if False in answers:
+        return False
+    return None if None in answers else True
+
+
+def _any_accept(answers: Sequence[bool | None]) -> bool | None:
+    """True where one is, None where one can't be told."""
+    if True in answers:
+        return True
+    return None if None in answers else False
 
 
 def values_of(schema: Any, *, deep: bool = False) -> list[Any] | None:

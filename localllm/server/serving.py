@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from localllm.conversation.prefix_reuse import ReasoningCache
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import LocalLLMError, WorkerDiedError
-from localllm.grammars.json_schema import settled
+from localllm.grammars.json_schema import enforceable
 from localllm.server.awake import Awake
 from localllm.server.generation.chat import ChatRequest, chat_job
 from localllm.server.generation.collector import ReasoningRecorder, ReplyCollector
@@ -222,7 +222,7 @@ class Server:
 
 
 async def _settled(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    return await worked(partial(settled, grammar), takes_ms=bool(grammar and grammar[0] == "loose_schema"))
+    return await worked(partial(enforceable, grammar), takes_ms=bool(grammar and grammar[0] == "loose_schema"))
 
 
 def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:

@@ -14,7 +14,7 @@ import pytest
 from grammars.byte_matcher import allows, of_schema
 from localllm.conversation.tools.schemas import constrainable
 from localllm.errors import UnsupportedError
-from localllm.grammars.json_schema import loosened, schemas_in, settled, translated
+from localllm.grammars.json_schema import enforceable, loosened, schemas_in, translated
 from localllm.grammars.translator import LARGEST
 
 SEEDS = int(os.environ.get("LOCALLLM_SCHEMAS", "120"))
@@ -228,7 +228,7 @@ def test_what_cant_be_said_is_named_and_the_rest_is_held(word: str, schema: dict
     matcher = of_schema(kept)
     assert allows(matcher, '{"n": 1}')
     assert not allows(matcher, '{"n": 2}')
-    grammar, named = settled(("loose_schema", json.dumps(whole)))
+    grammar, named = enforceable(("loose_schema", json.dumps(whole)))
     assert grammar is not None
     assert (grammar[0], named) == ("json_schema", (f"response_format.{word}",))
     tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
