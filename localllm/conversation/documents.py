@@ -42,17 +42,9 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
     name, sent, says_pdf = _sent(part)
     if sent is None:
         return UnreadableFile(f"{kind} are not fetched by address or id: send the file itself, in base64")
-    encoded = sent
-    if sent[:5].lower() == "data:":
-        head, comma, encoded = sent.partition(",")
-        if not comma or not head.lower().endswith(";base64"):
-            return UnreadableFile(f"{kind} are read from base64, or a data URL of it")
-    if len(encoded) > MOST_BYTES * 4 // 3 + 4:
-        return UnreadableFile(f"{kind} of {MOST_BYTES} bytes at most are read")
-    try:
-        data = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        return UnreadableFile(f"{kind} are read from base64, or a data URL of it")
+    data = _decoded(sent, kind)
+    if isinstance(data, UnreadableFile):
+        return data
     if data.startswith(b"%PDF-") or (says_pdf and b"%PDF-" in data[:_PDF_WITHIN]):
         mark = f"\ue5c8file {hashlib.sha256(data).hexdigest()[:40]}\uf2a9"
         return AttachedPdf(mark, data, name, where, kind, asked)
@@ -63,6 +55,22 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
     if "\0" in text or says_pdf:
         return UnreadableFile(f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither")
     return fenced(name, text)
+
+
+def _decoded(sent: str, kind: str) -> bytes | UnreadableFile:
+    """The bytes of a file in base64, or in a data URL of it."""
+    unreadable = UnreadableFile(f"{kind} are read from base64, or a data URL of it")
+    encoded = sent
+    if sent[:5].lower() == "data:":
+        head, comma, encoded = sent.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            return unreadable
+    if len(encoded) > MOST_BYTES * 4 // 3 + 4:
+        return UnreadableFile(f"{kind} of {MOST_BYTES} bytes at most are read")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        return unreadable
 
 
 def _sent(part: Mapping[str, Any]) -> tuple[str, str | None, bool]:

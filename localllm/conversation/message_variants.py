@@ -120,19 +120,21 @@ def one_call_a_turn(messages: Messages) -> Messages:
             continue
         results = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[at:]))
         at += len(results)
+        later = {name: value for name, value in message.items() if name not in ("reasoning_content", "thinking")}
+        later["content"] = ""
         for i, call in enumerate(calls):
-            turn = {**message, "tool_calls": [call]}
-            if i:
-                turn["content"] = ""
-                turn.pop("reasoning_content", None)
-                turn.pop("thinking", None)
-            last = i == len(calls) - 1
-            own = [r for r in results if last or r.get("tool_call_id") == call.get("id")]
-            if not own and results and not any(r.get("tool_call_id") for r in results):
-                own = results[:1]  # nothing names a call: results come in the order of the calls
+            is_last = i == len(calls) - 1
+            own = results if is_last else _results_of(call, results)
             results = [r for r in results if not any(r is o for o in own)]
-            split += [turn, *own]
+            split += [{**(later if i else message), "tool_calls": [call]}, *own]
     return split
+
+
+def _results_of(call: Mapping[str, Any], results: Messages) -> Messages:
+    own = [r for r in results if r.get("tool_call_id") == call.get("id")]
+    if not own and not any(r.get("tool_call_id") for r in results):
+        return results[:1]  # nothing names a call: results come in the order of the calls
+    return own
 
 
 def _one_text_before_calls(messages: Messages) -> Messages:

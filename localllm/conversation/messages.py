@@ -54,13 +54,13 @@ def normalise(messages: Any, omitted: list[str] | None = None) -> list[dict[str,
         raise RequestError("messages must be an array", param="messages")
     if not messages:
         raise RequestError("messages is empty: send at least one", param="messages")
-    left_out: list[str] = []
+    kinds: list[str] = []
     plain = [
-        _plain_message(m, f"messages[{i}]", None if _is_question(messages, i) else left_out)
+        _plain_message(m, f"messages[{i}]", None if _is_question(messages, i) else kinds)
         for i, m in enumerate(messages)
     ]
     if omitted is not None:
-        omitted += (f"messages.{kind}" for kind in dict.fromkeys(left_out))
+        omitted += (f"messages.{kind}" for kind in dict.fromkeys(kinds))
     return plain
 
 
@@ -74,41 +74,53 @@ def _is_question(messages: Sequence[Any], i: int) -> bool:
 def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with a role and a content", param=where)
-    sent = message.get("role")
-    role = _ALIASES.get(sent, sent) if isinstance(sent, str) else None
-    if role not in ROLES:
-        known = ", ".join(("system", "developer", "user", "assistant", "tool"))
-        raise RequestError(f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role")
+    role = _role(message, where)
     sent = message.get("content")
     if role == "tool" and isinstance(sent, Mapping):  # what a tool returned, as it is
         sent = json.dumps(sent, ensure_ascii=False)
     parts, thoughts = _split_reasoning(sent)
     found = Attachments()
-    content, images = flatten(parts, f"{where}.content", omitted, found), found.images
-    if message.get("images"):  # Ollama's spelling
-        sent = message["images"] if isinstance(message["images"], list) else [message["images"]]
-        images += [pictures.of_file(f, f"{where}.images[{i}]", asked=omitted is None) for i, f in enumerate(sent)]
-        content = "\n".join(filter(None, (content, *(image.mark for image in images[-len(sent) :]))))
-    plain: dict[str, Any] = {"role": role, "content": content}
-    if images:
-        plain["images"] = images
-    if found.pdfs:
-        plain["pdfs"] = found.pdfs
-    if isinstance(message.get("name"), str):
-        plain["name"] = message["name"]
-    if role == "tool" and isinstance(message.get("tool_call_id"), str):
-        plain["tool_call_id"] = message["tool_call_id"]
-    if role == "tool" and isinstance(message.get("tool_name"), str):
-        plain["name"] = message["tool_name"]
+    texts = [flatten(parts, f"{where}.content", omitted, found), *_ollama_images(message, where, omitted, found)]
+    fields: dict[str, Any] = {"images": found.images, "pdfs": found.pdfs, "name": _text_of(message, "name")}
+    if role == "tool":
+        fields["tool_call_id"] = _text_of(message, "tool_call_id")
+        fields["name"] = _text_of(message, "tool_name") or fields["name"]
     if role == "assistant":
-        named = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
-        reasoning = named or "\n".join(map(_reasoning_text, thoughts))
-        if reasoning and isinstance(reasoning, str):
-            plain["reasoning_content"] = reasoning
-        calls = _tool_calls(message, where)
-        if calls:
-            plain["tool_calls"] = calls
-    return plain
+        fields["reasoning_content"] = _reasoning(message, thoughts)
+        fields["tool_calls"] = _tool_calls(message, where)
+    content = "\n".join(filter(None, texts))
+    return {"role": role, "content": content} | {name: value for name, value in fields.items() if value}
+
+
+def _role(message: Mapping[str, Any], where: str) -> str:
+    sent = message.get("role")
+    role = _ALIASES.get(sent, sent) if isinstance(sent, str) else None
+    if role not in ROLES:
+        known = ", ".join(("system", "developer", "user", "assistant", "tool"))
+        raise RequestError(f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role")
+    return role
+
+
+def _text_of(message: Mapping[str, Any], field_name: str) -> str | None:
+    value = message.get(field_name)
+    return value if isinstance(value, str) else None
+
+
+def _ollama_images(message: Mapping[str, Any], where: str, omitted: list[str] | None, found: Attachments) -> list[str]:
+    """The marks of images that stand beside the content, as Ollama has them; `found` gets the images."""
+    sent = message.get("images")
+    if not sent:
+        return []
+    files = sent if isinstance(sent, list) else [sent]
+    images = [pictures.of_file(f, f"{where}.images[{i}]", asked=omitted is None) for i, f in enumerate(files)]
+    found.images += images
+    return [image.mark for image in images]
+
+
+def _reasoning(message: Mapping[str, Any], thoughts: Sequence[Mapping[str, Any]]) -> str | None:
+    named = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
+    reasoning = named or "\n".join(map(_reasoning_text, thoughts))
+    return reasoning if isinstance(reasoning, str) else None
 
 
 def _split_reasoning(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
@@ -142,32 +154,31 @@ def flatten(
         return content
     if not isinstance(content, Sequence):
         raise RequestError(f"{where} must be a string, null or an array of parts", param=where)
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        spot = f"{where}[{i}]"
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, Mapping):
-            raise RequestError(f"{spot} must be an object with a type", param=spot)
-        kind = part.get("type", "text")
-        if not isinstance(kind, str):
-            raise RequestError(f"{spot}.type must be a string", param=spot)
-        if kind in _TEXT_PARTS:
-            text = part.get("text", part.get("refusal"))
-            if not isinstance(text, str):
-                raise RequestError(f"{spot}.text must be a string", param=spot)
-            texts.append(text)
-        elif kind in pictures.KINDS and found is not None:
-            found.images.append(pictures.attached(part, spot, asked=omitted is None))
-            texts.append(found.images[-1].mark)
-        elif _BINARY_PARTS.get(kind) in ("files", "documents") and found is not None:
-            texts.append(_file(part, kind, spot, omitted, found))
-        elif kind in _BINARY_PARTS:
-            texts.append(_note_for_omitted(_BINARY_PARTS[kind], spot, omitted))
-        else:
-            raise UnsupportedError(f"{spot}.type {_short(kind)} is not supported", param=spot)
-    return "\n".join(texts)
+    return "\n".join(_part_text(part, f"{where}[{i}]", omitted, found) for i, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str, omitted: list[str] | None, found: Attachments | None) -> str:
+    """The text of one part, or what stands for it."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise RequestError(f"{where} must be an object with a type", param=where)
+    kind = part.get("type", "text")
+    if not isinstance(kind, str):
+        raise RequestError(f"{where}.type must be a string", param=where)
+    if kind in _TEXT_PARTS:
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise RequestError(f"{where}.text must be a string", param=where)
+        return text
+    if kind in pictures.KINDS and found is not None:
+        found.images.append(pictures.attached(part, where, asked=omitted is None))
+        return found.images[-1].mark
+    if _BINARY_PARTS.get(kind) in ("files", "documents") and found is not None:
+        return _file(part, kind, where, omitted, found)
+    if kind in _BINARY_PARTS:
+        return _note_for_omitted(_BINARY_PARTS[kind], where, omitted)
+    raise UnsupportedError(f"{where}.type {_short(kind)} is not supported", param=where)
 
 
 def _file(part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | None, found: Attachments) -> str:

@@ -27,7 +27,7 @@ class ReplyParser:
         self._format = format
         self._thinking = format.thinking
         self._thought = format.thinking
-        self._held = format.lead
+        self._pending = format.lead
         self._reader: CallReader | None = None
         self._ranges = dict(d for d in format.drops if isinstance(d, tuple))
         self._drops = [d if isinstance(d, str) else d[0] for d in format.drops]
@@ -35,7 +35,7 @@ class ReplyParser:
         self._possible: _PossibleCall | None = None
         self._gap = ""  # the space before what may be a call
         self._until: str | None = None  # what is left out lasts to this marker
-        self._over = False
+        self._ended = False
         self._fresh = True  # the current section has shown nothing: its leading newlines are separators
         self.calls = 0
 
@@ -49,7 +49,7 @@ class ReplyParser:
 
     def feed(self, text: str) -> list[Delta]:
         out: list[Delta] = []
-        if not self._over:
+        if not self._ended:
             self._read(text, out)
         return out
 
@@ -65,8 +65,8 @@ class ReplyParser:
                 self._read(reader.rest, out)
         if self._possible is not None:
             self._decide(self._possible, cut, out)
-        held, self._held = self._held, ""
-        if self._until is not None or self._over:
+        held, self._pending = self._pending, ""
+        if self._until is not None or self._ended:
             return out
         if self._drops or cut:
             half = _partial(held, self._markers())
@@ -75,54 +75,57 @@ class ReplyParser:
         return out
 
     def _read(self, text: str, out: list[Delta]) -> None:
-        while text or self._held:
+        """Read on in whatever is open, as long as something is left to read."""
+        rest: str | None = text
+        while rest is not None and (rest or self._pending):
             if self._reader is not None:
-                self._take(self._reader.feed(text), out)
-                rest = self._reader.rest
-                if rest is None:
-                    return
-                self._reader, text = None, rest
-                self._fresh = True
-                if not text:
-                    return
-                continue
-            if self._possible is not None:
-                possible = self._possible
-                if possible.feed(text):
-                    return
-                text = self._dismiss(possible, out)
-                continue
-            text = self._held + text
-            self._held = ""
-            if self._until is not None:
-                at = text.find(self._until)
-                if at < 0:
-                    self._held = text[max(0, len(text) - len(self._until) + 1) :]
-                    return
-                text, self._until = text[at + len(self._until) :], None
-                continue
-            markers = self._markers()
-            at, marker = _first(text, markers)
-            if marker is not None and any(len(m) > len(marker) and m.startswith(text[at:]) for m in markers):
-                marker = None  # a longer marker may still come of it
-                keep = len(text) - at
+                rest = self._read_call(self._reader, rest, out)
+            elif self._possible is not None:
+                rest = None if self._possible.feed(rest) else self._dismiss(self._possible, out)
+            elif self._until is not None:
+                rest = self._skip(self._until, self._pending + rest)
             else:
-                keep = _partial(text, markers)
-            if marker is None:
-                # Space before a marker belongs to neither side: it waits with what may become one.
-                shown = text[: len(text) - keep].rstrip() if markers else text
-                self._held = text[len(shown) :]
-                self._show(shown, out)
-                return
-            before = text[:at].rstrip()
-            self._show(before, out)
-            gap, text = text[len(before) : at], text[at + len(marker) :]
-            if self._thinking and not self._fresh and marker in self._thought_markers:
-                self._begin_possible(marker, gap, out)
-            else:
-                self._enter(marker)
-            if self._over:
-                return
+                rest = self._read_text(self._pending + rest, out)
+
+    def _read_call(self, reader: CallReader, text: str, out: list[Delta]) -> str | None:
+        """The text behind the calls; None while there may be more of them."""
+        self._take(reader.feed(text), out)
+        if reader.rest is None:
+            return None
+        self._reader, self._fresh = None, True
+        return reader.rest or None
+
+    def _skip(self, closing: str, text: str) -> str | None:
+        """The text behind the marker that closes what is left out; None while that is still to come."""
+        at = text.find(closing)
+        if at < 0:
+            self._pending = text[max(0, len(text) - len(closing) + 1) :]
+            return None
+        self._pending, self._until = "", None
+        return text[at + len(closing) :]
+
+    def _read_text(self, text: str, out: list[Delta]) -> str | None:
+        """Show the text before the next marker and enter that; the rest is returned, None where there is no marker."""
+        markers = self._markers()
+        at, marker = _first(text, markers)
+        keep = _partial(text, markers)
+        if marker is not None and any(len(m) > len(marker) and m.startswith(text[at:]) for m in markers):
+            marker = None  # a longer marker may still come of it
+            keep = len(text) - at
+        if marker is None:
+            # Space before a marker belongs to neither side: it waits with what may become one.
+            shown = text[: len(text) - keep].rstrip() if markers else text
+            self._pending = text[len(shown) :]
+            self._show(shown, out)
+            return None
+        before = text[:at].rstrip()
+        self._pending = ""
+        self._show(before, out)
+        if self._thinking and not self._fresh and marker in self._thought_markers:
+            self._begin_possible(marker, text[len(before) : at], out)
+        else:
+            self._enter(marker)
+        return None if self._ended else text[at + len(marker) :]
 
     def _markers(self) -> list[str]:
         think = self._format.think
@@ -175,7 +178,7 @@ class ReplyParser:
         elif marker in self._drops or marker in self._ends:
             self._fresh = True
             self._until = self._ranges.get(marker)
-            self._over = marker in self._ends
+            self._ended = marker in self._ends
         elif was and think is not None and marker == think[1]:
             self._fresh = True
         else:
@@ -239,7 +242,7 @@ class _PossibleCall:
         self._reader: CallReader | None = new_reader(first, opened)
         self._next = first
         self._block = ""  # what the reader has taken
-        self._behind = ""
+        self._following = ""
         self._closed = False
         self.opened = self.raw = opened
         self.deltas: list[Delta] = []
@@ -249,22 +252,22 @@ class _PossibleCall:
         self.raw += text
         while True:
             if self._reader is None:
-                text = self._behind + text
+                text = self._following + text
             elif not self._read(text):
                 return False
             elif self._reader is not None:
                 return True
             else:
-                text = self._behind
+                text = self._following
             said = text.lstrip()
-            self._behind = said
+            self._following = said
             following = [*self._markers, self._closing]
             found = max((m for m in following if said.startswith(m)), key=len, default=None)
             if found is None:
                 return any(m.startswith(said) for m in following)
             if self._closed:
                 return False  # the thought ended with it; the real call, or the answer, comes now
-            text, self._behind = said[len(found) :], ""
+            text, self._following = said[len(found) :], ""
             if found == self._closing:
                 self._closed = True
             else:
@@ -277,7 +280,7 @@ class _PossibleCall:
             self.deltas += late
             last = not (self._reader.rest or "").strip()
             return not cut and last and _starts(self.deltas) > 0 and not any(isinstance(d, Content) for d in late)
-        return not self._behind or cut
+        return not self._following or cut
 
     def _read(self, text: str) -> bool:
         assert self._reader is not None
@@ -291,7 +294,7 @@ class _PossibleCall:
         if self._closing in self._block[before:taken]:
             return False
         if rest is not None:
-            self._reader, self._behind = None, rest
+            self._reader, self._following = None, rest
             return _starts(self.deltas) > 0 and not any(isinstance(d, Content) for d in deltas)
         return True
 

@@ -22,6 +22,9 @@ To call a function, answer with its name and arguments as JSON between tags, and
 </tool_call>"""
 
 
+_LONGEST_NAME = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What `tool_choice` asks for: `mode` auto, none or required; `name` when one function is named."""
@@ -34,37 +37,37 @@ def checked(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
     """The function tools of a request, complete with a description and parameters. Raises RequestError."""
     if tools is None:
         return []
-    found: list[dict[str, Any]] = []
-    for i, tool in enumerate(tools):
+    found: dict[str, dict[str, Any]] = {}
+    for i, sent in enumerate(tools):
         spot = f"{where}[{i}]"
-        if not isinstance(tool, Mapping):
-            raise RequestError(f"{spot} must be an object", param=spot)
-        if tool.get("type", "function") != "function":
-            raise UnsupportedError(
-                f"{spot}.type {str(tool.get('type'))[:40]!r} is not supported; send functions", param=spot
-            )
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str) or not name or len(name) > 256:
-            raise RequestError(f"{spot}.function needs a name", param=spot)
-        schema = function.get("parameters")
-        if schema is not None and not isinstance(schema, Mapping):
-            raise RequestError(f"{spot}.function.parameters must be a JSON schema object", param=spot)
-        if any(f["function"]["name"] == name for f in found):
+        tool = _checked_tool(sent, spot)
+        name = tool["function"]["name"]
+        if name in found:
             raise RequestError(f"{spot}: two tools are called {name[:60]!r}", param=spot)
-        found.append(
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "description": str(function.get("description") or ""),
-                    "parameters": dict(schema) if schema else {"type": "object", "properties": {}},
-                },
-            }
-        )
-        if function.get("strict") is True or tool.get("strict") is True:
-            found[-1]["strict"] = True
-    return found
+        found[name] = tool
+    return list(found.values())
+
+
+def _checked_tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise RequestError(f"{where} must be an object", param=where)
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise UnsupportedError(f"{where}.type {str(kind)[:40]!r} is not supported; send functions", param=where)
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise RequestError(f"{where}.function needs a name", param=where)
+    schema = function.get("parameters")
+    if schema is not None and not isinstance(schema, Mapping):
+        raise RequestError(f"{where}.function.parameters must be a JSON schema object", param=where)
+    complete = {
+        "name": name,
+        "description": str(function.get("description") or ""),
+        "parameters": dict(schema) if schema else {"type": "object", "properties": {}},
+    }
+    strict = {"strict": True} if function.get("strict") is True or tool.get("strict") is True else {}
+    return {"type": "function", "function": complete, **strict}
 
 
 def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
@@ -90,20 +93,12 @@ def _is_function(tool: Any) -> bool:
 
 def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
     """OpenAI's `tool_choice` over the tools sent. Raises RequestError."""
-    names = [parameters_of(t)[0] for t in tools]
     if sent is None:
         return Choice("auto" if tools else "none")
     if isinstance(sent, Mapping) and sent.get("type") in ("auto", "none", "required", "any"):
         sent = sent["type"]
     if isinstance(sent, Mapping):
-        inner = sent.get("function") if isinstance(sent.get("function"), Mapping) else sent
-        assert isinstance(inner, Mapping)
-        name = inner.get("name")
-        if sent.get("type") != "function" or not isinstance(name, str):
-            raise RequestError("tool_choice must be a string or name a function", param="tool_choice")
-        if name not in names:
-            raise RequestError(f"tool_choice names {name[:60]!r}, which is not among the tools", param="tool_choice")
-        return Choice("required", name)
+        return Choice("required", _chosen_name(sent, tools))
     mode = {"any": "required"}.get(sent, sent)
     if mode not in ("auto", "none", "required"):
         raise RequestError(
@@ -112,6 +107,16 @@ def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
     if mode == "required" and not tools:
         raise RequestError("tool_choice requires a call, but there are no tools", param="tools")
     return Choice(mode if tools else "none")
+
+
+def _chosen_name(sent: Mapping[str, Any], tools: Sequence[Tool]) -> str:
+    inner = sent.get("function")
+    name = inner.get("name") if isinstance(inner, Mapping) else sent.get("name")
+    if sent.get("type") != "function" or not isinstance(name, str):
+        raise RequestError("tool_choice must be a string or name a function", param="tool_choice")
+    if name not in [parameters_of(tool)[0] for tool in tools]:
+        raise RequestError(f"tool_choice names {name[:60]!r}, which is not among the tools", param="tool_choice")
+    return name
 
 
 def with_instruction(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:

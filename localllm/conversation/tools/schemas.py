@@ -75,8 +75,7 @@ def options_of(described: Any, root: Mapping[str, Any], depth: int = 0) -> list[
         return [{"const": value} for value in constant]
     either = described.get("anyOf") or described.get("oneOf")
     if isinstance(either, list) and either:
-        found = [options_of(e, root, depth + 1) for e in either]
-        return [o for some in found for o in some or ()] if all(some is not None for some in found) else None
+        return _options_of_each(either, root, depth + 1)
     kind = described.get("type")
     if isinstance(kind, str):
         return [described]
@@ -86,6 +85,18 @@ def options_of(described: Any, root: Mapping[str, Any], depth: int = 0) -> list[
         if word in described:
             return [{**described, "type": implied}]
     return None
+
+
+def _options_of_each(
+    alternatives: Sequence[Any], root: Mapping[str, Any], depth: int
+) -> list[Mapping[str, Any]] | None:
+    found: list[Mapping[str, Any]] = []
+    for alternative in alternatives:
+        options = options_of(alternative, root, depth)
+        if options is None:
+            return None
+        found += options
+    return found
 
 
 def constants_of(described: Mapping[str, Any]) -> list[Any] | None:
