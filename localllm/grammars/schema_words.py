@@ -56,12 +56,12 @@ class Words:
     def __init__(self, definitions: Mapping[str, Any], unsupported: set[str]) -> None:
         self._definitions, self._unsupported = definitions, unsupported
         self._until = time.monotonic() + _COMPARING_S
-        self._said: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
 
-    def said(self, schema: Any) -> Any:
+    def in_known_words(self, schema: Any) -> Any:
         """`schema` with other words for those that are not known, inside it too."""
         if isinstance(schema, list):
-            return [self.said(inner) for inner in schema]
+            return [self.in_known_words(inner) for inner in schema]
         if not isinstance(schema, dict):
             return schema
         out = {word: self._inside(word, value) for word, value in schema.items()}
@@ -85,9 +85,9 @@ class Words:
     def _inside(self, word: str, value: Any) -> Any:
         """The `value` of a word, with other words for those that are not known in the schemas that it holds."""
         if word in ("properties", "patternProperties"):
-            return {name: self.said(inner) for name, inner in value.items()}
+            return {name: self.in_known_words(inner) for name, inner in value.items()}
         if word in ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if"):
-            return self.said(value)
+            return self.in_known_words(value)
         return value
 
     def _other_than(self, unwanted: Any, beside: Mapping[str, Any]) -> Any:
@@ -121,7 +121,7 @@ class Words:
             beside = {**beside, "type": held}
             if not held:
                 return False
-        alone: list[Any] = []
+        exclusive: list[Any] = []
         for i, way in enumerate(ways):
             without: list[Any] = []
             for j, other in enumerate(ways):
@@ -132,11 +132,11 @@ class Words:
                     self._unsupported.add("oneOf")
                     return {"anyOf": list(ways)}
                 without.append(rest)
-            alone.append(picked({"allOf": [way, *without]}, self._definition) if without else way)
+            exclusive.append(picked({"allOf": [way, *without]}, self._definition) if without else way)
         return (
-            {"anyOf": alone}
+            {"anyOf": exclusive}
             if len(kinds) == len(TYPES)
-            else {"type": kinds if len(kinds) > 1 else kinds[0], "anyOf": alone}
+            else {"type": kinds if len(kinds) > 1 else kinds[0], "anyOf": exclusive}
         )
 
     def _open_to(self, schema: Any, kind: str, depth: int = 0) -> bool:
@@ -159,10 +159,10 @@ class Words:
     def _definition(self, reference: str) -> Any:
         """What a reference leads to, said in known words unless that is what is being done."""
         name = reference.removeprefix("#/$defs/")
-        if name not in self._said:
-            self._said[name] = self._definitions.get(name, True)  # within itself
-            self._said[name] = self.said(self._said[name])
-        return self._said[name]
+        if name not in self._known:
+            self._known[name] = self._definitions.get(name, True)  # within itself
+            self._known[name] = self.in_known_words(self._known[name])
+        return self._known[name]
 
     def definitions(self) -> dict[str, Any]:
         """All definitions in known words."""

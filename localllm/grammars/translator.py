@@ -86,7 +86,7 @@ class Translator:
             name, node = self._pending.pop()
             definitions[name] = self._schema(node)
         words = Words(definitions, self.unsupported)
-        result: Schema = words.said(root)
+        result: Schema = words.in_known_words(root)
         if not definitions:
             return result
         return {**(result if isinstance(result, dict) else {"allOf": [result]}), "$defs": words.definitions()}

@@ -196,7 +196,7 @@ class BlockReader(CallReader):
             if at < 0:
                 return []
             out = self._take(at)
-        self._behind()
+        self._find_rest()
         return out
 
     def close(self, cut: bool) -> list[Delta]:
@@ -223,11 +223,11 @@ class BlockReader(CallReader):
         block, self._held, self._ended = self._held[:at], self._held[at + len(self._end) :], True
         return self._read(block, self._end)
 
-    def _behind(self) -> None:
-        behind = self._held.lstrip()
-        if self._tail and behind.startswith(self._tail):
-            self.rest = behind[len(self._tail) :]
-        elif not (self._tail and self._tail.startswith(behind)):
+    def _find_rest(self) -> None:
+        following = self._held.lstrip()
+        if self._tail and following.startswith(self._tail):
+            self.rest = following[len(self._tail) :]
+        elif not (self._tail and self._tail.startswith(following)):
             self.rest = self._held
 
     def _read(self, block: str, end: str) -> list[Delta]:

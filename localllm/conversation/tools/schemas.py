@@ -175,7 +175,7 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
     """`tools` with schemas that a grammar can keep, and what was left out of them or means less than it says, as
     tools.NAME.WORD. Raises UnsupportedError for a tool that is `strict` and can't be kept."""
     kept: list[Tool] = []
-    left_out: list[str] = []
+    unsupported: list[str] = []
     for tool in tools:
         name, schema = parameters_of(tool)
         held: Any
@@ -188,7 +188,7 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
                 hint="leave strict out: the rest of the schema is held then",
                 param="tools",
             )
-        left_out += [f"tools.{name}.{'parameters' if word == 'schema' else word}" for word in words]
+        unsupported += [f"tools.{name}.{'parameters' if word == 'schema' else word}" for word in words]
         held = {**(held if isinstance(held, dict) else {}), "type": "object"}
         kept.append({"type": "function", "function": {**tool["function"], "parameters": held}})
-    return kept, tuple(left_out)
+    return kept, tuple(unsupported)
