@@ -1,0 +1,26 @@
+"""Reading server-sent events, however they are cut into pieces."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.sse import LineBuffer, objects
+
+STREAM = (
+    ': prefill 1/2\n\ndata: {"a":"x\u2028y"}\r\n\r\nevent: ping\ndata:{"b":2}\n\ndata: [DONE]\n\ndata: {"é":3}'
+).encode()
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=8))
+def test_pieces_change_nothing(cuts: list[int]) -> None:
+    buffer = LineBuffer()
+    places = [0, *sorted(cuts), len(STREAM)]
+    lines = []
+    for start, end in itertools.pairwise(places):
+        lines += buffer.feed(STREAM[start:end])
+    lines += buffer.end()
+    assert lines[0] == ": prefill 1/2"
+    assert list(objects(lines)) == [{"a": "x\u2028y"}, {"b": 2}, {"é": 3}]
