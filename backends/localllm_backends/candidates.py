@@ -7,7 +7,7 @@ the few can't decide is left open: somebody then looks at the whole row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,7 +91,7 @@ class FewChooser:
     """Chooses the tokens behind those of the `chunks` with the numbers `where`. What hangs on nothing but what they ask for is made
     here, while a device still computes their rows."""
 
-    def __init__(self, chunks: Seq[Chunk], where: Seq[int]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], where: Sequence[int]) -> None:
         self._n_chunks, self._where, self._rows = len(chunks), where, np.arange(len(where))
         self._specs = specs = [chunks[i].sample or BEST for i in where]
         self._changed = [i for i, s in enumerate(specs) if _changes(s)]

@@ -18,35 +18,77 @@ Rules every backend keeps (tests/backends/test_conformance.py is the executable 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from localllm_backends.declaration import Declaration as Declaration
-from localllm_backends.placement import Placement as Placement
-from localllm_backends.values import DRAFTER_LEFT_OUT as DRAFTER_LEFT_OUT
-from localllm_backends.values import KV_FALLBACK as KV_FALLBACK
-from localllm_backends.values import LOAD_NOTES as LOAD_NOTES
-from localllm_backends.values import MAX_SAMPLED_TOP_K as MAX_SAMPLED_TOP_K
-from localllm_backends.values import Capabilities as Capabilities
-from localllm_backends.values import Chunk as Chunk
-from localllm_backends.values import ImagePart as ImagePart
-from localllm_backends.values import ImagePixels as ImagePixels
-from localllm_backends.values import ImageRun as ImageRun
-from localllm_backends.values import KvFidelity as KvFidelity
-from localllm_backends.values import KvType as KvType
-from localllm_backends.values import LoadSpec as LoadSpec
-from localllm_backends.values import MemoryReport as MemoryReport
-from localllm_backends.values import ModelInfo as ModelInfo
-from localllm_backends.values import SampleSpec as SampleSpec
-from localllm_backends.values import SeenTokens as SeenTokens
-from localllm_backends.values import SequenceId as SequenceId
+from localllm_backends.declaration import (
+    Declaration,
+)
+from localllm_backends.placement import (
+    Placement,
+)
+from localllm_backends.values import (
+    DRAFTER_LEFT_OUT,
+    KV_FALLBACK,
+    LOAD_NOTES,
+    MAX_SAMPLED_TOP_K,
+    Capabilities,
+    Chunk,
+    ImagePart,
+    ImagePixels,
+    ImageRun,
+    KvFidelity,
+    KvType,
+    LoadSpec,
+    MemoryReport,
+    ModelInfo,
+    SampleSpec,
+    SeenTokens,
+    SequenceId,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Logits: TypeAlias = NDArray[np.float32]
+
+
+__all__ = [
+    "DRAFTER_LEFT_OUT",
+    "KV_FALLBACK",
+    "LOAD_NOTES",
+    "MAX_SAMPLED_TOP_K",
+    "Backend",
+    "BackendFailure",
+    "BackendType",
+    "CannotRewindError",
+    "Capabilities",
+    "Chunk",
+    "Declaration",
+    "Embedder",
+    "ImagePart",
+    "ImagePixels",
+    "ImageRun",
+    "InterruptedStepError",
+    "KvComparison",
+    "KvFidelity",
+    "KvType",
+    "LoadError",
+    "LoadSpec",
+    "MemoryReport",
+    "ModelInfo",
+    "NoCellsError",
+    "OtherMachineError",
+    "OutOfMemoryError",
+    "Placement",
+    "PrefillSlices",
+    "SampleSpec",
+    "SeenTokens",
+    "SequenceId",
+    "StepError",
+    "StepResult",
+]
 
 
 class BackendFailure(Exception):  # noqa: N818 - a family name; the leaves say Error
@@ -153,7 +195,7 @@ class Backend(ABC):
         """Token ids of `text`; `special` parses control tokens written in it, `add_bos` puts the model's BOS first."""
 
     @abstractmethod
-    def detokenize(self, tokens: Seq[int]) -> str:
+    def detokenize(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`, control tokens rendered, invalid UTF-8 replaced."""
 
     @abstractmethod
@@ -194,7 +236,7 @@ class Backend(ABC):
         """Tokens that can still be appended over all sequences."""
 
     @abstractmethod
-    def step(self, chunks: Seq[Chunk]) -> StepResult:
+    def step(self, chunks: Sequence[Chunk]) -> StepResult:
         """Append every chunk (at most `info.n_batch` tokens together) in one sweep over the weights."""
 
     @abstractmethod
@@ -243,7 +285,9 @@ class Backend(ABC):
 
     # --- Capabilities.vision: a sequence is cut, forked, exported and imported only where no image is cut in two.
 
-    def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
+    def tokenize_images(
+        self, parts: Sequence[str | ImagePixels], *, add_bos: bool = False
+    ) -> list[list[int] | ImageRun]:
         """A prompt of text (in a LiteralText no control token is read) and images as runs of token ids and of images, with what
         the model wants around each image.
         Any thread. BackendFailure where an image can't be read."""
@@ -259,13 +303,13 @@ class Backend(ABC):
         """Memory it takes whose sequence will hold `n_tokens`."""
         raise NotImplementedError
 
-    def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PrefillSlices:
+    def slice_prefill(self, sequence: SequenceId, tokens: Sequence[int]) -> PrefillSlices:
         """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if it can't be."""
         raise NotImplementedError
 
     # --- the other abilities, each behind a flag of its own name or nothing to be asked first
 
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """The model's own heads' best guesses for each (sequence, its newest token, not stepped yet, most tokens to guess):
         what may follow that token. Shorter, or empty, where they are unsure. Changes no sequence."""
         return [[] for _ in wanted]
@@ -283,7 +327,7 @@ class Backend(ABC):
         """Compute short steps (decode) with no more than `most` threads from the next one on. More than it was loaded with
         are as many as that."""
 
-    def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> KvComparison:
+    def compare_kv(self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]) -> KvComparison:
         """Begin comparing caches of each pair of types (K, V) with one of f16 over `tokens`, in memory of its own. A pair
         this model can't have is left out. BackendFailure (OutOfMemoryError) if there is nothing to compare with."""
         raise BackendFailure("this backend can't compare KV types")
@@ -311,11 +355,11 @@ class Embedder(ABC):
         """Token ids of what a reranker reads: the query and the document, with the marks it wants around them."""
 
     @abstractmethod
-    def detokenize(self, tokens: Seq[int]) -> str:
+    def detokenize(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`."""
 
     @abstractmethod
-    def embed(self, inputs: Seq[Seq[int]]) -> Logits:
+    def embed(self, inputs: Sequence[Sequence[int]]) -> Logits:
         """One row of `n_embd` numbers per input, of length 1; a reranker's are its scores as they are. Raises
         BackendFailure; an input must have between 1 and `info.n_ctx` tokens."""
 

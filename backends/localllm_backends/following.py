@@ -8,7 +8,7 @@ their place cost acceptance and never exactness.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
@@ -55,7 +55,7 @@ class FollowingHeads(ABC, Generic[Row]):
         """Longest draft, in tokens."""
 
     @abstractmethod
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """Guesses for each (sequence, its newest token, which the model has not read, most tokens): the heads' best, shorter
         where they are not sure. Nothing of them stays in the heads' memory."""
 
@@ -90,7 +90,7 @@ class FollowingHeads(ABC, Generic[Row]):
         self._restart(sequence, 0)
         self._lines.pop(sequence, None)
 
-    def follow(self, chunks: Seq[Chunk], rows: Seq[Seq[Row]]) -> None:
+    def follow(self, chunks: Sequence[Chunk], rows: Sequence[Sequence[Row]]) -> None:
         """The model has read `chunks`, and knew these rows at their tokens: keep them, and read what has piled up."""
         late: list[SequenceId] = []
         for chunk, known in zip(chunks, rows, strict=True):
@@ -128,7 +128,7 @@ class FollowingHeads(ABC, Generic[Row]):
         else:
             self._lines[target] = HeadsLine(held, [self._unknown()])
 
-    def catch_up(self, sequences: Seq[SequenceId]) -> None:
+    def catch_up(self, sequences: Sequence[SequenceId]) -> None:
         """Read everything unread of `sequences`, in as few sweeps as the batch allows."""
         waiting = [
             (s, i)
@@ -148,7 +148,7 @@ class FollowingHeads(ABC, Generic[Row]):
                 # What is left of it has no past then: it begins anew behind that.
                 self._restart(sequence, line.read)
 
-    def forget_drafts(self, sequences: Seq[SequenceId]) -> None:
+    def forget_drafts(self, sequences: Sequence[SequenceId]) -> None:
         """Take out of the memory what is not part of these sequences."""
         for sequence in sequences:
             self._cut(sequence, self._lines[sequence].read)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -265,7 +264,7 @@ class Chunk(NamedTuple):
     reads its embeddings, and the chunk is alone in its step."""
 
     sequence: SequenceId
-    tokens: Seq[int]
+    tokens: Sequence[int]
     outputs: int = 1
     sample: SampleSpec | None = None
     few: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,7 +193,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     # --- compute -------------------------------------------------------------------------------------------------
 
-    def step(self, chunks: Seq[Chunk]) -> LlamaCppStepResult:
+    def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks; all or nothing."""
         self._check_owner()
         n_tokens = n_outputs = 0
@@ -215,7 +215,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             return self._step_apart(chunks, offsets)
         return self._decode(chunks, offsets, n_outputs)
 
-    def _step_apart(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]]) -> LlamaCppStepResult:
+    def _step_apart(self, chunks: Sequence[Chunk], offsets: list[tuple[int, int]]) -> LlamaCppStepResult:
         """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode, recurrent rollback
         (n_rs_seq, "experimental" in llama.h) was seen to restore wrong states."""
         rows = []
@@ -226,7 +226,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
                 raise StepError(str(e)) from e
         return LlamaCppStepResult(partial(np.concatenate, rows), offsets)
 
-    def _decode(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> LlamaCppStepResult:
+    def _decode(self, chunks: Sequence[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> LlamaCppStepResult:
         batch = self._batch
         batch.clear()
         for chunk in chunks:
@@ -234,7 +234,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         return self._sweep(batch, chunks, offsets, n_outputs)
 
     def _sweep(
-        self, batch: Batch | EmbeddingBatch, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n: int
+        self, batch: Batch | EmbeddingBatch, chunks: Sequence[Chunk], offsets: list[tuple[int, int]], n: int
     ) -> LlamaCppStepResult:
         """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
         few = self._top.prepare(chunks)
@@ -269,7 +269,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         """The position of the next token of a sequence that ends in no unfinished image."""
         return self._positions.at(sequence, self._ledger.length(sequence))
 
-    def _part_windows(self, chunks: Seq[Chunk] = ()) -> bool:
+    def _part_windows(self, chunks: Sequence[Chunk] = ()) -> bool:
         """Make room in a sliding window's memory that forks fill, in the middle of a step of `chunks`; False if there is
         none to be made."""
         if not self._shares_windows or self._states is None or self._recurrent:
@@ -282,17 +282,17 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
     def interrupt(self) -> None:
         self._interrupts.interrupt()
 
-    def _can_undo(self, _chunks: Seq[Chunk]) -> bool:
+    def _can_undo(self, _chunks: Sequence[Chunk]) -> bool:
         return True
 
-    def _undo(self, chunks: Seq[Chunk]) -> None:
+    def _undo(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks if self._can_undo(chunks) else ():
             self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._end(chunk.sequence), -1)
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
         return bytes_for(n_tokens, self._sizes, self._ledger.capacity, self.info.n_batch)
 
-    def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PausingPrefill:
+    def slice_prefill(self, sequence: SequenceId, tokens: Sequence[int]) -> PausingPrefill:
         self._check_owner()
         self._slices = PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
         return self._slices
@@ -309,12 +309,12 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         """Weights that steps read in the mapped file move into huge pages."""
         return self._mapped.move(spare_bytes)
 
-    def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> KvTypeComparison:
+    def compare_kv(self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]) -> KvTypeComparison:
         """Begin reading `tokens` with KV of each pair of types and with f16, in contexts of their own."""
         self._check_owner()
         return KvTypeComparison(self._llama, self._model, self._spec, pairs, tokens)
 
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         self._check_owner()
         if self._heads is None:
             raise BackendFailure("this model was loaded without its draft heads")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +38,7 @@ class Batch:
     def clear(self) -> None:
         self.native.n_tokens = 0
 
-    def add(self, sequence: int, start: int, tokens: Seq[int], outputs: int) -> None:
+    def add(self, sequence: int, start: int, tokens: Sequence[int], outputs: int) -> None:
         """Append `tokens` at positions from `start`; the last `outputs` of them want logits."""
         i, n = self.native.n_tokens, len(tokens)
         if n == 1:

@@ -8,7 +8,7 @@ all its tokens stand at the first; in every sequence without images token n has 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,7 +177,7 @@ class Positions:
         if image not in held:
             held.append(image)
 
-    def adopt(self, sequence: int, start: int, stop: int, images: Seq[PlacedImage]) -> tuple[int, int]:
+    def adopt(self, sequence: int, start: int, stop: int, images: Sequence[PlacedImage]) -> tuple[int, int]:
         """Those of the `images` that lie in the tokens [start, stop) come behind `start` tokens; returns the positions of
         both ends."""
         for image in images:

@@ -9,7 +9,7 @@ of a model's own have it: rotary attention sees distances only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class Eagle3Heads(_OwnModel, MtpHeads):
     kind = "eagle3"
     first = 1
 
-    def __init__(self, llama: Any, drafter: Any, target: Any, context: Any, layers: Seq[int]) -> None:
+    def __init__(self, llama: Any, drafter: Any, target: Any, context: Any, layers: Sequence[int]) -> None:
         self._features = _Features(llama, target, layers, last_as_row=True)
         super().__init__(llama, drafter, target, context)
         self._drafter = drafter
@@ -96,7 +96,7 @@ class Eagle3Heads(_OwnModel, MtpHeads):
     def _rows_of_step(self, n: int) -> Rows:
         return self._features.rows(n)
 
-    def _inputs(self, rows: Seq[Rows]) -> Seq[Rows]:
+    def _inputs(self, rows: Sequence[Rows]) -> Sequence[Rows]:
         fused: list[Rows] = []
         for begin in range(0, len(rows), self._n_batch):
             self._encoder.clear()
@@ -145,7 +145,7 @@ class DflashHeads(_OwnModel):
     first = 1
 
     def __init__(
-        self, llama: Any, drafter: Any, target: Any, context: Any, layers: Seq[int], block: _BlockLayout
+        self, llama: Any, drafter: Any, target: Any, context: Any, layers: Sequence[int], block: _BlockLayout
     ) -> None:
         self._features = _Features(llama, target, layers, last_as_row=False)
         super().__init__(llama, target, context, self._features.width)
@@ -174,7 +174,7 @@ class DflashHeads(_OwnModel):
         self._inject.spread()
         return int(self._llama.llama_decode(self._context, self._inject.native)) == 0
 
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """Always whole blocks, of the length that they were trained with: masks see each other."""
         drafts: list[list[int]] = []
         self.catch_up([sequence for sequence, _, _ in wanted])
@@ -184,7 +184,7 @@ class DflashHeads(_OwnModel):
         self.forget_drafts([sequence for sequence, _, _ in wanted])
         return drafts
 
-    def _blocks(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+    def _blocks(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         block = self._block
         self._masked.clear()
         for sequence, newest, _ in wanted:
@@ -228,7 +228,7 @@ class DflashHeads(_OwnModel):
 class _Features:
     """What these layers of the model were given, at each token of its last step, side by side."""
 
-    def __init__(self, llama: Any, target: Any, layers: Seq[int], *, last_as_row: bool) -> None:
+    def __init__(self, llama: Any, target: Any, layers: Sequence[int], *, last_as_row: bool) -> None:
         model = llama.llama_get_model(target)
         self._target, self._layers = target, layers
         self._n_embd = int(llama.llama_model_n_embd(model))
@@ -391,7 +391,7 @@ def _kept_by_layer(header: NativeHeader, architecture: str) -> list[tuple[int, i
     return [(window, n, widths[window]) for window, n in zip(windows, heads, strict=False)]
 
 
-def _check_layers(llama: Any, path: Path, model: Any, layers: Seq[int], kind: str, architecture: str) -> None:
+def _check_layers(llama: Any, path: Path, model: Any, layers: Sequence[int], kind: str, architecture: str) -> None:
     n_layers = int(llama.llama_model_n_layer(model))
     if not layers or min(layers) < 0 or max(layers) > n_layers:
         raise _refused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -72,7 +72,7 @@ class DraftHeads(FollowingHeads[Rows]):
 
     # --- following the model -------------------------------------------------------------------------------------
 
-    def stepped(self, chunks: Seq[Chunk]) -> None:
+    def stepped(self, chunks: Sequence[Chunk]) -> None:
         """The model has read `chunks` in one llama_decode."""
         rows = self._rows_of_step(sum(len(c.tokens) for c in chunks))
         ends = list(accumulate(len(c.tokens) for c in chunks))

@@ -5,7 +5,7 @@ Small contexts over the same weights, a few tokens at a time, so that whoever as
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -49,7 +49,9 @@ class _Pair:
 class KvTypeComparison(KvComparison):
     """Pairs of KV types against f16 over `tokens`."""
 
-    def __init__(self, llama: Any, model: Any, spec: LoadSpec, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> None:
+    def __init__(
+        self, llama: Any, model: Any, spec: LoadSpec, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
+    ) -> None:
         unknown = next((kind for pair in pairs for kind in pair if kind not in GGML_TYPES), None)
         if unknown is not None:
             raise BackendFailure(f"unknown KV cache type {unknown!r}: llama.cpp knows {', '.join(GGML_TYPES)}")

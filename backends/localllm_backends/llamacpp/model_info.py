@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ class LlamaCppVocabulary:
             n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, -n, add_bos, special)
         return list(buffer[:n])
 
-    def detokenize(self, tokens: Seq[int]) -> str:
+    def detokenize(self, tokens: Sequence[int]) -> str:
         return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:

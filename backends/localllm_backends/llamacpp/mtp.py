@@ -6,7 +6,7 @@ Order of operations after llama.cpp's own driver: common/speculative.cpp, common
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class MtpHeads(DraftHeads):
         """The first `n` hidden rows of a context's last llama_decode: valid until its next."""
         return floats(self._functions["rows"](context), n, self._n_hidden)
 
-    def _inputs(self, rows: Seq[Rows]) -> Seq[Rows]:
+    def _inputs(self, rows: Sequence[Rows]) -> Sequence[Rows]:
         """What the heads are given for these rows of the model's; the rows themselves."""
         return rows
 
@@ -119,7 +119,7 @@ class MtpHeads(DraftHeads):
             self._functions["set_head"](self._context, 0)
         return done
 
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """All sequences in lockstep."""
         drafts: list[list[int]] = [[] for _ in wanted]
         self.catch_up([sequence for sequence, _, _ in wanted])

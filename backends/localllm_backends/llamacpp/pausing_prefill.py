@@ -24,7 +24,6 @@ from localllm_backends.llamacpp.threads import give_way, release_helpers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from collections.abc import Sequence as Seq
 
 # On a CPU as quick as 512, llama.cpp's own choice (3,000 tokens of SmolLM2, 4 rounds: 0.97 to 1.00 of its time; 128 take 4 to
 # 12 % longer), and its nodes half as long: attention behind 2,500 tokens, 18 ms with 512, left a third of a slice unused. The
@@ -43,7 +42,7 @@ class PausingPrefill(PrefillSlices):
     """`tokens` that follow what `sequence` holds, computed in slices by `run` and then appended to it by `join`."""
 
     def __init__(
-        self, llama: Any, model: Any, spec: LoadSpec, backend: Backend, sequence: int, tokens: Seq[int]
+        self, llama: Any, model: Any, spec: LoadSpec, backend: Backend, sequence: int, tokens: Sequence[int]
     ) -> None:
         self._llama, self._backend, self._sequence = llama, backend, sequence
         self._tokens = list(tokens)

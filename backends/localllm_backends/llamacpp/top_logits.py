@@ -9,7 +9,7 @@ graphs anew, a few milliseconds: so a sequence whose rows were wanted whole late
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -93,7 +93,7 @@ class TopLogits:
         self._steps = 0
         self.able = False
 
-    def prepare(self, chunks: Seq[Chunk]) -> list[int]:
+    def prepare(self, chunks: Sequence[Chunk]) -> list[int]:
         """Before a step of `chunks`: the numbers of those whose rows are sorted out."""
         if not (self.able or self._chains) or self._n_vocab <= KEPT:
             return []
@@ -134,7 +134,7 @@ class TopLogits:
             self._llama.llama_set_sampler(self._context, sequence, None)
             self._llama.llama_sampler_free(chain.native)
 
-    def read(self, chunks: Seq[Chunk], numbers: Seq[int]) -> list[int | None]:
+    def read(self, chunks: Sequence[Chunk], numbers: Sequence[int]) -> list[int | None]:
         """The tokens behind the chunks with these numbers; waits for the device."""
         llama, context = self._llama, self._context
         # All that needs no row, while the device computes.
@@ -178,7 +178,7 @@ class TopLogits:
 class SortedOut:
     """The rows of one step that the device sorted out: of the chunks with these `numbers`."""
 
-    def __init__(self, top: TopLogits, chunks: Seq[Chunk], numbers: list[int]) -> None:
+    def __init__(self, top: TopLogits, chunks: Sequence[Chunk], numbers: list[int]) -> None:
         self._top, self._chunks, self.numbers = top, chunks, numbers
 
     @cached_property

@@ -9,8 +9,7 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -133,7 +132,7 @@ class Projector:
                 self._mtmd.mtmd_free(self._context)
                 self._context = None
 
-    def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool) -> list[list[int] | ImageRun]:
+    def tokenize_images(self, parts: Sequence[str | ImagePixels], *, add_bos: bool) -> list[list[int] | ImageRun]:
         pictures = [p for p in parts if isinstance(p, ImagePixels)]
         runs: list[list[int] | ImageRun] = []
         # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than for a small one.
@@ -188,7 +187,7 @@ class Projector:
         return ImageRun(picture, part, key.digest(), n, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), grid)
 
     @contextmanager
-    def _chunks(self, parts: Seq[str | ImagePixels], *, pixels: bool, add_bos: bool) -> Iterator[_Chunks]:
+    def _chunks(self, parts: Sequence[str | ImagePixels], *, pixels: bool, add_bos: bool) -> Iterator[_Chunks]:
         """The prompt as mtmd lays it out. Each bitmap's id is its number among the pictures."""
         mtmd = self._mtmd
         native = mtmd.mtmd_input_chunks_init()
@@ -231,7 +230,9 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         self.capabilities = replace(self.capabilities, vision=True, whole_images=projector.whole)
         self.info = replace(self.info, vision=True)
 
-    def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
+    def tokenize_images(
+        self, parts: Sequence[str | ImagePixels], *, add_bos: bool = False
+    ) -> list[list[int] | ImageRun]:
         cut = [
             piece
             for part in parts
@@ -242,7 +243,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
         return self._projector.encode_image(run)
 
-    def step(self, chunks: Seq[Chunk]) -> LlamaCppStepResult:
+    def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks, or over one of an image."""
         if all(chunk.image is None for chunk in chunks):
             return super().step(chunks)
@@ -272,7 +273,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
             self._positions.place(chunk.sequence, PlacedImage(start, image.run.n_tokens, image.run.n_positions))
         return rows
 
-    def _can_undo(self, chunks: Seq[Chunk]) -> bool:
+    def _can_undo(self, chunks: Sequence[Chunk]) -> bool:
         """Not the middle of an image whose tokens stand at one position: its beginning would go with it."""
         return not (self._two_dimensional and any(c.image is not None and c.image.start for c in chunks))
 

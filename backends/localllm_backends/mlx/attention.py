@@ -11,7 +11,7 @@ Every buffer ("plane") is [rows, heads, slots, width]; plain memory has two plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -111,14 +111,14 @@ class _Attention:
         """Slots [first, last) as the (keys, values) that attention takes."""
         assert self.planes is not None
         if first == 0 and last == self.slots:
-            seen: Seq[Any] = self.planes
+            seen: Sequence[Any] = self.planes
         else:
             seen = [p[..., first:last, :] for p in self.planes]
         if len(seen) == _UNQUANTISED_PLANES:
             return seen[0], seen[1]
         return tuple(seen[:3]), tuple(seen[3:])
 
-    def _grow(self, used: int, slots: int, like: Seq[Any], drop: int = 0) -> None:
+    def _grow(self, used: int, slots: int, like: Sequence[Any], drop: int = 0) -> None:
         """Make room for `slots`; the slots [drop, used) move to the front of the new buffers."""
         wider = rounded(slots, self.phase)
         grown = []
@@ -250,7 +250,7 @@ class LineAttention(_Attention):
         assert self.planes is not None
         return [p[..., : self.offset - self.start, :] for p in self.planes]
 
-    def write(self, pieces: Seq[Any], position: int) -> None:
+    def write(self, pieces: Sequence[Any], position: int) -> None:
         """Append `pieces`, whose first token stands at absolute `position`; an empty line may start anywhere. They
         are copied into the buffers when those are asked for: a prefix of many blocks is then copied once."""
         if self.offset == 0:
@@ -367,7 +367,7 @@ class BatchAttention(_Attention):
         if self.planes is not None and used + n > self.slots:
             self._grow(min(used, self.slots), used + n, self.planes)
 
-    def shift(self, drops: Seq[int]) -> None:
+    def shift(self, drops: Sequence[int]) -> None:
         """Cut `drops[i]` slots off the front of row i."""
         assert self.planes is not None
         slots = self.slots
@@ -380,7 +380,7 @@ class BatchAttention(_Attention):
         used = self.rows.used()[i]
         return [p[i : i + 1, :, :used, :] for p in self.planes]
 
-    def fill(self, rows: Seq[Seq[Any]], slots: int) -> None:
+    def fill(self, rows: Sequence[Sequence[Any]], slots: int) -> None:
         """Become the batch of `rows` (each a list of planes [1, heads, used, width])."""
         slots = rounded(slots, self.phase)
         stacked = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class MlxBackend(Backend):
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
 
-    def detokenize(self, tokens: Seq[int]) -> str:
+    def detokenize(self, tokens: Sequence[int]) -> str:
         return self._vocabulary.detokenize(tokens)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
@@ -231,12 +231,12 @@ class MlxBackend(Backend):
 
     # --- compute -------------------------------------------------------------------------------------------------
 
-    def step(self, chunks: Seq[Chunk]) -> MlxStepResult:
+    def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
         """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one graph."""
         self._check_owner()
         return self._sweep(chunks, self._checked(chunks))
 
-    def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
+    def _sweep(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         """A step that may be made."""
         try:
             result = self.stepper.run(chunks, lines)
@@ -251,13 +251,13 @@ class MlxBackend(Backend):
             self._heads.follow(chunks, result.hidden)
         return result
 
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         self._check_owner()
         if self._heads is None:
             raise BackendFailure("this model was loaded without its draft heads")
         return self._heads.draft(wanted)
 
-    def _checked(self, chunks: Seq[Chunk]) -> list[SequenceCache]:
+    def _checked(self, chunks: Sequence[Chunk]) -> list[SequenceCache]:
         lines = [self._line(c.sequence) for c in chunks]
         n_tokens = sum(len(c.tokens) for c in chunks)
         if not n_tokens or not all(c.tokens for c in chunks):

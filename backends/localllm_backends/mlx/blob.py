@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ def _header(view: memoryview) -> dict[str, Any]:
     return {**header, "header_bytes": size}
 
 
-def _array(view: memoryview, at: int, shape: Seq[int], name: str) -> tuple[Any, int]:
+def _array(view: memoryview, at: int, shape: Sequence[int], name: str) -> tuple[Any, int]:
     dtype = getattr(mx, name, None)
     if not isinstance(dtype, mx.Dtype) or any(n < 0 for n in shape):
         raise ValueError(f"unknown array {name} {list(shape)}")
@@ -130,7 +130,7 @@ def _carried(array: Any) -> Any:
     return mx.contiguous(array).view(getattr(mx, _CARRIER[array.dtype.size][1]))
 
 
-def same_arrays(one: Seq[Any], other: Seq[Any], *, axis: int | None) -> bool:
+def same_arrays(one: Sequence[Any], other: Sequence[Any], *, axis: int | None) -> bool:
     """Equal types and shapes; the length along `axis` may differ."""
 
     def shape(a: Any) -> tuple[int, ...]:

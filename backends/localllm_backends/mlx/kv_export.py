@@ -3,7 +3,7 @@ there is nothing but state or several machines hold it, everything at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class KvExport:
         row = line.batch.row_of(line)
         return [p[row : row + 1, :, start:stop, :] for p in line.batch.leaves[i].planes]
 
-    def _states(self, line: SequenceCache, which: Seq[int]) -> list[blob.BlobPart]:
+    def _states(self, line: SequenceCache, which: Sequence[int]) -> list[blob.BlobPart]:
         """What the leaves of those numbers hold at the end of `line`; of a window what the next token sees."""
         row = None if line.batch is None else line.batch.row_of(line)
         leaves = line.leaves if line.batch is None else line.batch.leaves
@@ -113,7 +113,7 @@ class KvExport:
             )
         return parts
 
-    def _fill(self, line: SequenceCache, which: Seq[int], block: blob.Blob) -> None:
+    def _fill(self, line: SequenceCache, which: Sequence[int], block: blob.Blob) -> None:
         for i, part in zip(which, block.parts, strict=True):
             leaf = line.leaves[i]
             if isinstance(leaf, LineAttention):
@@ -122,7 +122,7 @@ class KvExport:
             else:
                 leaf.cache = list(part.arrays)
 
-    def _check(self, block: blob.Blob, which: Seq[int]) -> None:
+    def _check(self, block: blob.Blob, which: Sequence[int]) -> None:
         """The block's arrays are such as this model makes for the leaves of those numbers."""
         fits = len(block.parts) == len(which)
         for part, i in zip(block.parts, which, strict=False):

@@ -7,8 +7,7 @@ github.com/vllm-project/vllm/pull/47448; vLLM's qwen3_next_mtp and mimo_mtp).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +180,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         super().close(sequence)
         del self._caches[sequence]
 
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wanted]
         sequences = [sequence for sequence, _, _ in wanted]
         self.catch_up(sequences)
@@ -216,7 +215,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
 
     # --- their memory --------------------------------------------------------------------------------------------
 
-    def _call(self, lines: Seq[SequenceCache], tokens: Seq[list[int]], rows: Seq[Any]) -> list[Any]:
+    def _call(self, lines: Sequence[SequenceCache], tokens: Sequence[list[int]], rows: Sequence[Any]) -> list[Any]:
         """The head over these tokens of each line: hidden rows [1, n, width], not computed yet."""
         together = [k for k, t in enumerate(tokens) if _start(lines[k]) < lines[k].length and len(t) <= WHOLE_TOKENS]
         made: dict[int, Any] = {}
@@ -329,7 +328,7 @@ def _start(line: SequenceCache) -> int:
     return int(leaf.start if line.batch is None else leaf.rows.starts[line.batch.row_of(line)])
 
 
-def _stacked(rows: Seq[HiddenRow]) -> Any:
+def _stacked(rows: Sequence[HiddenRow]) -> Any:
     """One array [n, width] of these rows; those that lie side by side in one piece."""
     pieces: list[tuple[Any, int, int, int]] = []
     for array, line, at in rows:

@@ -7,8 +7,7 @@ compiled function serves every mix of requests with the same stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -63,7 +62,7 @@ class _Stages:
     masked: bool
 
     @classmethod
-    def of(cls, asked: Seq[SampleSpec], n_vocab: int, ahead: bool) -> _Stages:
+    def of(cls, asked: Sequence[SampleSpec], n_vocab: int, ahead: bool) -> _Stages:
         hot = [d for d in asked if d.temperature > 0]
         kept = [d.top_k if 0 < d.top_k < n_vocab else 0 for d in hot]
         cut = [d.top_p < 1.0 and not k for d, k in zip(hot, kept, strict=True)]
@@ -82,7 +81,7 @@ class _Stages:
         )
 
 
-def sample(rows: Any, asked: Seq[SampleSpec], drawn: Any = None, stream: Any = None) -> DeviceSamples:
+def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None, stream: Any = None) -> DeviceSamples:
     """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab]), on `stream`. With `drawn`, tokens
     [len(asked)] that nobody has seen yet have come behind what the specs tell of."""
     n_vocab = int(rows.shape[-1])
@@ -110,7 +109,7 @@ def sample(rows: Any, asked: Seq[SampleSpec], drawn: Any = None, stream: Any = N
 _PARAMETERS = 8
 
 
-def _parameters(asked: Seq[SampleSpec], n_vocab: int) -> Any:
+def _parameters(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
     """One row of numbers for each spec."""
     table = np.empty((len(asked), _PARAMETERS), dtype=np.float32)
     for row, d in zip(table, asked, strict=True):
@@ -123,7 +122,7 @@ def _power(n: int, least: int) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def _filled(lists: Seq[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
+def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
     """Lists of (ids, numbers) as two arrays, filled up with whatever each list begins with, or a token 0 of number 0."""
     longest = _power(max(len(ids) for ids, _ in lists), _LEAST_LIST)
     ids = np.zeros((len(lists), longest), dtype=np.int32)
@@ -135,7 +134,7 @@ def _filled(lists: Seq[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
     return [mx.array(ids), mx.array(numbers)]
 
 
-def _sparse(lists: Seq[Seq[tuple[NDArray[Any], NDArray[Any]]]], n_vocab: int) -> list[Any]:
+def _sparse(lists: Sequence[Sequence[tuple[NDArray[Any], NDArray[Any]]]], n_vocab: int) -> list[Any]:
     """What is added to some logits of each row, several lists of it."""
     joined = []
     for parts in lists:
@@ -151,12 +150,12 @@ def _banned(spec: SampleSpec) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.array(spec.banned, dtype=np.int64), np.full(len(spec.banned), -np.inf, dtype=np.float32)
 
 
-def _seen(asked: Seq[SampleSpec]) -> list[Any]:
+def _seen(asked: Sequence[SampleSpec]) -> list[Any]:
     nothing = np.zeros(0, dtype=np.int32)
     return _filled([(nothing, nothing) if d.seen is None else (d.seen.ids, d.seen.counts) for d in asked])
 
 
-def _bits(asked: Seq[SampleSpec], n_vocab: int) -> Any:
+def _bits(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
     """A bit for each token that a row allows, eight to a byte, the lowest first."""
     table = np.full((len(asked), -(-n_vocab // 8)), 255, dtype=np.uint8)
     for row, d in zip(table, asked, strict=True):

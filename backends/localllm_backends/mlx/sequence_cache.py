@@ -6,8 +6,7 @@ a window, and recurrent state (mlx-lm's own ArraysCache: a few arrays that each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ class Leaf:
 class Layout:
     """The tree of leaves a model wants, and how its keys and values are stored."""
 
-    def __init__(self, caches: Seq[Any], form: KvFormat, slack: int) -> None:
+    def __init__(self, caches: Sequence[Any], form: KvFormat, slack: int) -> None:
         self._tree = [self._read(c) for c in caches]
         self.form, self.slack = form, slack
         leaves = list(_flat(self._tree))
@@ -167,7 +166,7 @@ class SequenceCache:
     def snapshot(self) -> list[list[Any]]:
         return [list(leaf.cache) for leaf in self.states]
 
-    def restore(self, state: Seq[Seq[Any]]) -> None:
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
         for leaf, arrays in zip(self.states, state, strict=True):
             leaf.cache = list(arrays)
 
@@ -212,11 +211,11 @@ class SequenceBatch:
 
     # --- who is in it --------------------------------------------------------------------------------------------
 
-    def is_of(self, lines: Seq[SequenceCache]) -> bool:
+    def is_of(self, lines: Sequence[SequenceCache]) -> bool:
         here = [line for line in self.lines if line.batch is self]
         return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
 
-    def become(self, lines: Seq[SequenceCache]) -> None:
+    def become(self, lines: Sequence[SequenceCache]) -> None:
         """Hold exactly `lines`. BatchOffsets that leave get buffers of their own; as many layers at a time as are small, so
         that little is ever held twice."""
         if self.is_of(lines):
@@ -280,7 +279,7 @@ class SequenceBatch:
         """Copy `line`'s row into the empty line `other`."""
         self._copy(self.row_of(line), other.leaves)
 
-    def _copy(self, i: int, leaves: Seq[Any]) -> None:
+    def _copy(self, i: int, leaves: Sequence[Any]) -> None:
         for mine, theirs in zip(self.leaves, leaves, strict=True):
             if isinstance(mine, ArraysCache):
                 theirs.cache = [mx.contiguous(a[i : i + 1]) for a in mine.cache]
@@ -324,7 +323,7 @@ class SequenceBatch:
             for leaf in leaves:
                 leaf.make_room(n)
 
-    def moved(self, counts: Seq[int]) -> None:
+    def moved(self, counts: Sequence[int]) -> None:
         """After a call of the model: row i now ends `counts[i]` tokens further on."""
         for rows in self._rows.values():
             rows.offsets = [o + n for o, n in zip(rows.offsets, counts, strict=True)]
@@ -335,7 +334,7 @@ class SequenceBatch:
     def snapshot(self) -> list[list[Any]]:
         return [list(leaf.cache) for leaf in self.leaves if isinstance(leaf, ArraysCache)]
 
-    def restore(self, state: Seq[Seq[Any]]) -> None:
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
         for leaf, arrays in zip([x for x in self.leaves if isinstance(x, ArraysCache)], state, strict=True):
             leaf.cache = list(arrays)
 

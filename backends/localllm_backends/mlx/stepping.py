@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +137,7 @@ class Stepper:
     def free(self) -> int:
         return self._n_ctx - sum(line.length for line in self._lines.values())
 
-    def run(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
+    def run(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         """Append every chunk to its line; on any exception no line is longer, but what they hold can't be trusted."""
         # Whose next token is known here, sampled or by the engine's habit of taking the best one, can go on unasked.
         followed = [line.follows_best and c.tokens[0] == line.predicted for c, line in zip(chunks, lines, strict=True)]
@@ -188,7 +187,7 @@ class Stepper:
     def _call_batch(
         self,
         which: list[int],
-        chunks: Seq[Chunk],
+        chunks: Sequence[Chunk],
         lines: list[SequenceCache],
         result: MlxStepResult,
         fresh: list[Any],
@@ -258,7 +257,7 @@ class Stepper:
             ids = ids[:, most:]
         return ids
 
-    def _sample(self, chunks: Seq[Chunk], result: MlxStepResult, taken: set[int], fresh: list[Any]) -> list[Any]:
+    def _sample(self, chunks: Sequence[Chunk], result: MlxStepResult, taken: set[int], fresh: list[Any]) -> list[Any]:
         """Begin sampling what the chunks ask for and is not under way: all rows of one group together. What comes from logits of
         this step goes with them into `fresh`. The rest is returned: it is sampled on a stream of its own, which is done before the
         next step is, though that is begun in the same call."""
@@ -282,7 +281,7 @@ class Stepper:
     # --- one step ahead ------------------------------------------------------------------------------------------
 
     def _look_ahead(
-        self, going_on: list[int], chunks: Seq[Chunk], all_lines: list[SequenceCache], result: MlxStepResult
+        self, going_on: list[int], chunks: Sequence[Chunk], all_lines: list[SequenceCache], result: MlxStepResult
     ) -> list[Any]:
         """Build the next decode step with the best tokens of this one, or those sampled from it, before anybody has seen them:
         that then costs no time. Returns what is to be computed. If something else is asked for, positions are set back and it is
@@ -335,7 +334,7 @@ class Stepper:
         assert piece is not None
         return piece[0].best, piece[2] - 1
 
-    def _take_ahead(self, chunks: Seq[Chunk], lines: list[SequenceCache], result: MlxStepResult) -> set[int]:
+    def _take_ahead(self, chunks: Sequence[Chunk], lines: list[SequenceCache], result: MlxStepResult) -> set[int]:
         """The chunks whose outputs are already under way; whatever else was started is set back."""
         ahead = self.ahead
         if ahead is None:
@@ -391,7 +390,7 @@ class Stepper:
         row = line.batch.row_of(line)
         return [[a[row : row + 1] for a in arrays] for arrays in held]
 
-    def lost(self, lines: Seq[SequenceCache]) -> list[SequenceCache]:
+    def lost(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
         """A step over `lines` failed: every line whose buffers it may have touched. Forgets what was begun."""
         ahead, self.ahead = self.ahead, None
         touched = {id(x): x for x in [*lines, *(ahead.lines if ahead else ())]}

@@ -15,8 +15,7 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +49,7 @@ _LENGTH = struct.Struct("<Q")
 class TensorParallelBackend(MlxBackend):
     """This machine's share, which the `others` follow. One that ends, ends this process: nothing can be computed without."""
 
-    def __init__(self, loaded: Loaded, others: Seq[Follower]) -> None:
+    def __init__(self, loaded: Loaded, others: Sequence[Follower]) -> None:
         self._others = others
         # The others warm up by themselves.
         self._following, self._closing = False, False
@@ -82,7 +81,7 @@ class TensorParallelBackend(MlxBackend):
         super().drop(sequence)
         self._tell({"do": "drop", "of": sequence})
 
-    def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
+    def _sweep(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         self._tell({"do": "step", "chunks": [[c.sequence, list(c.tokens), c.outputs] for c in chunks]})
         try:
             return super()._sweep(chunks, lines)
@@ -175,7 +174,7 @@ def load_tensor_parallel(spec: LoadSpec, on_progress: Callable[[float], None] | 
         raise
 
 
-def _meet(spec: LoadSpec, ring: MachineRing, followers: Seq[Follower], ours: Mapping[str, str]) -> Any:
+def _meet(spec: LoadSpec, ring: MachineRing, followers: Sequence[Follower], ours: Mapping[str, str]) -> Any:
     """The group of all machines, once each has said that it has the same as this one."""
     ports = ports_for(ring)
     order: Frame = {

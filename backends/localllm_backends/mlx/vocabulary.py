@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ class MlxVocabulary:
         ids = [token for piece in read for token in piece]
         return [self.bos_token, *ids] if add_bos and self.adds_bos and self.bos_token is not None else ids
 
-    def detokenize(self, tokens: Seq[int]) -> str:
+    def detokenize(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`, control tokens rendered, invalid UTF-8 replaced."""
         return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
 
