@@ -34,9 +34,8 @@ class _Override(ctypes.Structure):
 
 def host_buffer_type() -> int:
     """The address of ggml's type of ordinary system memory."""
-    find = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
-    kind_of = ggml_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
-    return int(kind_of(find(_CPU_DEVICE)))
+    processor = ggml_function("ggml_backend_dev_by_type")(_CPU_DEVICE)
+    return int(ggml_function("ggml_backend_dev_buffer_type")(processor))
 
 
 def experts_pattern(n_layers: int) -> str:

@@ -12,7 +12,6 @@ compiled for, `said` the lines it logged while it looked for its devices: the on
 from __future__ import annotations
 
 import ctypes
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +20,10 @@ from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
 from localllm_backends.llamacpp.native import GGML_TYPES, GgmlInitParams, c_string, ggml_function, log
+from localllm_backends.program import print_answer
 
 # ggml-backend.h: enum ggml_backend_dev_type
-_GPU, _INTEGRATED = 1, 2
+PROCESSOR, GPU, INTEGRATED = 0, 1, 2
 _I64 = 27  # ggml.h: enum ggml_type
 _SCRATCH_BYTES = 64 * 1024  # for the descriptions of a few tensors without data
 _CELLS = 256  # llama.cpp pads every context to this many
@@ -44,25 +44,27 @@ class Accelerator:
 def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
     """The devices that layers go to: the cards, or without one the integrated GPU, as llama.cpp chooses; of these only those of
     the numbers `cards` in the order of their PCI addresses, where any is given. LoadError for one that is not there."""
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, pointer)
-    name = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, pointer)
-    memory = ggml_function("ggml_backend_dev_memory", None, pointer, ctypes.POINTER(size), ctypes.POINTER(size))
-    there = _handles()
-    found = [h for h in there if kind(h) == _GPU] or [h for h in there if kind(h) == _INTEGRATED]
+    found = devices_of_type(GPU) or devices_of_type(INTEGRATED)
     if cards:
         found = _of_numbers(found, cards)
     answer = []
     for device in found:
-        free, total = size(), size()
-        memory(device, ctypes.byref(free), ctypes.byref(total))
-        answer.append(Accelerator(device, _text(name(device)), min(free.value, total.value), total.value))
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        ggml_function("ggml_backend_dev_memory")(device, ctypes.byref(free), ctypes.byref(total))
+        name = _text(ggml_function("ggml_backend_dev_name")(device))
+        answer.append(Accelerator(device, name, min(free.value, total.value), total.value))
     return answer
 
 
 def _handles() -> list[int]:
-    get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    return [get(i) for i in range(ggml_function("ggml_backend_dev_count", ctypes.c_size_t)())]
+    get = ggml_function("ggml_backend_dev_get")
+    return [get(i) for i in range(ggml_function("ggml_backend_dev_count")())]
+
+
+def devices_of_type(*types: int) -> list[int]:
+    """The handles of all devices of these types, in ggml's order."""
+    type_of = ggml_function("ggml_backend_dev_type")
+    return [handle for handle in _handles() if type_of(handle) in types]
 
 
 def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
@@ -77,8 +79,8 @@ def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
 
 
 def _properties(handle: int) -> _Props:
-    pointer, props = ctypes.c_void_p, _Props()
-    ggml_function("ggml_backend_dev_get_props", None, pointer, ctypes.POINTER(_Props))(handle, ctypes.byref(props))
+    props = _Props()
+    ggml_function("ggml_backend_dev_get_props")(handle, ctypes.byref(props))
     return props
 
 
@@ -125,18 +127,14 @@ def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int |
 
 def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool:
     """Does the device compute what fills a KV cache of this size? Asked with tensors that have no data."""
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    begin = ggml_function("ggml_init", pointer, GgmlInitParams)
-    tensor = ggml_function("ggml_new_tensor_2d", pointer, pointer, ctypes.c_int, number, number)
-    rows = ggml_function("ggml_set_rows", pointer, pointer, pointer, pointer, pointer)
-    supports = ggml_function("ggml_backend_dev_supports_op", ctypes.c_bool, pointer, pointer)
-    end = ggml_function("ggml_free", None, pointer)
-    scratch = begin(GgmlInitParams(_SCRATCH_BYTES, None, True))
+    tensor = ggml_function("ggml_new_tensor_2d")
+    scratch = ggml_function("ggml_init")(GgmlInitParams(_SCRATCH_BYTES, None, True))
     try:
         cache, new = tensor(scratch, kind, width, cells), tensor(scratch, GGML_TYPES["f32"], width, 1)
-        return bool(supports(device.handle, rows(scratch, cache, new, tensor(scratch, _I64, 1, 1))))
+        rows = ggml_function("ggml_set_rows")(scratch, cache, new, tensor(scratch, _I64, 1, 1))
+        return bool(ggml_function("ggml_backend_dev_supports_op")(device.handle, rows))
     finally:
-        end(scratch)
+        ggml_function("ggml_free")(scratch)
 
 
 # ggml-backend.h: enum ggml_backend_dev_type
@@ -173,17 +171,14 @@ def devices() -> dict[str, Any]:
     import llama_cpp
 
     log.install()
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    registry = ggml_function("ggml_backend_dev_backend_reg", pointer, pointer)
-    registry_name = ggml_function("ggml_backend_reg_name", ctypes.c_char_p, pointer)
-    buffer_type = ggml_function("ggml_backend_dev_buffer_type", pointer, pointer)
-    largest = ggml_function("ggml_backend_buft_get_max_size", size, pointer)
     found: list[dict[str, Any]] = []
     features: dict[str, dict[str, str]] = {}
     for device in _handles():
         props = _properties(device)
-        backend = _text(registry_name(registry(device)))
-        limit = largest(buffer_type(device))
+        registry = ggml_function("ggml_backend_dev_backend_reg")(device)
+        backend = _text(ggml_function("ggml_backend_reg_name")(registry))
+        buffers = ggml_function("ggml_backend_dev_buffer_type")(device)
+        limit = ggml_function("ggml_backend_buft_get_max_size")(buffers)
         found.append(
             {
                 "name": _text(props.name),
@@ -198,7 +193,7 @@ def devices() -> dict[str, Any]:
             }
         )
         if backend not in features:
-            features[backend] = _features(registry(device))
+            features[backend] = _features(registry)
     return {
         "version": str(llama_cpp.__version__),
         "folder": str(Path(llama_cpp.__file__).parent),
@@ -210,8 +205,7 @@ def devices() -> dict[str, Any]:
 
 def _features(registry: int) -> dict[str, str]:
     """What a backend was compiled for, by its own list (CUDA: ARCHS, CPU: AVX2 …); empty where it has none."""
-    ask = ggml_function("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-    address = ask(registry, b"ggml_backend_get_features")
+    address = ggml_function("ggml_backend_reg_get_proc_address")(registry, b"ggml_backend_get_features")
     if not address:
         return {}
     listed = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)(registry)
@@ -227,16 +221,5 @@ def _text(value: bytes | None) -> str:
     return (value or b"").decode("utf-8", "replace")
 
 
-def _main() -> int:
-    try:
-        answer = devices()
-    except (ImportError, OSError, RuntimeError, AttributeError) as e:
-        # The bindings load the library, and look up every symbol of it, while they are imported.
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
-        return 1
-    print(json.dumps(answer))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(print_answer(devices))

@@ -14,7 +14,6 @@ prompt and for a token, nor on every processor.
 from __future__ import annotations
 
 import ctypes
-import json
 import struct
 import sys
 import time
@@ -22,9 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from localllm_backends.llamacpp.native import GgmlInitParams, ggml_function, start_native
 from localllm_backends.llamacpp.threads import usable_cores
+from localllm_backends.program import print_answer
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
 _F32, _I32, _CPU = 0, 26, 0
@@ -36,8 +37,6 @@ _TYPES = {
 _SECONDS = 0.1
 _FEWEST = 3
 _CONTEXT_BYTES = 1 << 20
-
-_Pointer, _Bytes = ctypes.c_void_p, ctypes.c_size_t
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,83 +75,102 @@ def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
     Raises RuntimeError where this build has no CPU backend or its kernels fail, AttributeError where it lacks a function.
     """
     start_native()
-    device = ggml_function("ggml_backend_dev_by_type", _Pointer, ctypes.c_int)(_CPU)
-    if not device:
-        raise RuntimeError("this llama.cpp has no CPU backend")
-    backend = ggml_function("ggml_backend_dev_init", _Pointer, _Pointer, ctypes.c_char_p)(device, None)
-    registry = ggml_function("ggml_backend_dev_backend_reg", _Pointer, _Pointer)(device)
-    ask = ggml_function("ggml_backend_reg_get_proc_address", _Pointer, _Pointer, ctypes.c_char_p)
-    ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int)(ask(registry, b"ggml_backend_set_n_threads"))(backend, n_threads)
-    stored = ggml_function("ggml_backend_dev_buffer_type", _Pointer, _Pointer)(device)
-    supported = ggml_function("ggml_backend_dev_supports_op", ctypes.c_bool, _Pointer, _Pointer)
-    compute = ggml_function("ggml_backend_graph_compute", ctypes.c_int, _Pointer, _Pointer)
+    processor = _Processor(n_threads)
+    known = {name: number for name, number in _TYPES.items() if name in types and _is_known(name, number)}
+    return {name: processor.rates(known[name]) for name in types if name in known}
 
-    def timed(kind: int, weights: int, size: _Size) -> float | None:
-        with _product(kind, stored, weights, size, partial(supported, device)) as graph:
+
+def _is_known(name: str, number: int) -> bool:
+    said = ggml_function("ggml_type_name")(number) or b""
+    return bool(said.decode(errors="replace").upper() == name)
+
+
+class _Processor:
+    """ggml's CPU backend with so many threads."""
+
+    def __init__(self, n_threads: int) -> None:
+        self.device = ggml_function("ggml_backend_dev_by_type")(_CPU)
+        if not self.device:
+            raise RuntimeError("this llama.cpp has no CPU backend")
+        self._backend = ggml_function("ggml_backend_dev_init")(self.device, None)
+        self.stored = ggml_function("ggml_backend_dev_buffer_type")(self.device)
+        set_threads = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+        set_threads(self._address(b"ggml_backend_set_n_threads"))(self._backend, n_threads)
+
+    def _address(self, name: bytes) -> Any:
+        registry = ggml_function("ggml_backend_dev_backend_reg")(self.device)
+        return ggml_function("ggml_backend_reg_get_proc_address")(registry, name)
+
+    def rates(self, weights: int) -> dict[str, Rates]:
+        """Of weights of that type, by how they lie in memory."""
+        found: dict[str, Rates] = {}
+        for layout, memory in [("stored", self.stored), *(("laid_out", memory) for memory in self._laid_out())]:
+            if layout in found:
+                continue
+            prompt, experts, token = (self._flops_s(memory, weights, size) for size in (_PROMPT, _EXPERTS, _TOKEN))
+            if prompt is None or token is None:
+                continue
+            if experts is None and found:
+                # Experts that this layout does not take are multiplied as they are stored.
+                experts = found["stored"].experts_flops_s
+            found[layout] = Rates(prompt, experts or prompt, token)
+        return found
+
+    def _laid_out(self) -> list[int]:
+        """The buffer types that lay weights out anew, in the order in which llama.cpp tries them."""
+        address = self._address(b"ggml_backend_dev_get_extra_bufts")
+        if not address:
+            return []
+        listed = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(self.device)
+        found: list[int] = []
+        while listed and listed[len(found)]:
+            found.append(int(listed[len(found)]))
+        return found
+
+    def _flops_s(self, memory: int, weights: int, size: _Size) -> float | None:
+        with _product(self, memory, weights, size) as graph:
             if graph is None:
                 return None
+            compute = partial(ggml_function("ggml_backend_graph_compute"), self._backend, graph)
             # The first product is not counted: it wakes the threads.
-            if compute(backend, graph):
+            if compute():
                 raise RuntimeError("llama.cpp could not multiply two matrices")
-            return size.flops / _best_s(partial(compute, backend, graph))
-
-    type_name = ggml_function("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
-    kinds = [("laid_out", kind) for kind in _laid_out(ask(registry, b"ggml_backend_dev_get_extra_bufts"), device)]
-    found: dict[str, dict[str, Rates]] = {}
-    for name in types:
-        number = _TYPES.get(name, _F32)
-        if (type_name(number) or b"").decode(errors="replace").upper() != name:
-            continue
-        of_type: dict[str, Rates] = {}
-        for layout, kind in (("stored", stored), *kinds):
-            if layout in of_type:
-                continue
-            prompt, experts, token = (timed(kind, number, size) for size in (_PROMPT, _EXPERTS, _TOKEN))
-            if prompt is not None and token is not None:
-                # Experts that this layout does not take are multiplied as they are stored.
-                experts = of_type["stored"].experts_flops_s if experts is None and of_type else experts
-                of_type[layout] = Rates(prompt, experts or prompt, token)
-        found[name] = of_type
-    return found
+            return size.flops / _best_s(compute)
 
 
 @contextmanager
-def _product(
-    weights_kind: int, plain: int, weights_type: int, size: _Size, supported: Callable[[int], bool]
-) -> Iterator[int | None]:
-    """The graph of one product of matrices in that kind of memory and tokens in plain memory; None where it is not `supported`."""
+def _product(processor: _Processor, memory: int, weights_type: int, size: _Size) -> Iterator[int | None]:
+    """The graph of one product of matrices in that kind of memory and tokens in plain memory; None where the processor does not
+    support it."""
     with ExitStack() as freed:
         weights_in, rest_in = _context(freed), _context(freed)
         weights = _tensor(weights_in, weights_type, size.columns, size.rows, max(1, size.n_experts))
-        prompt = _tensor(
-            rest_in, _F32, size.columns, 1 if size.n_experts else size.tokens, size.tokens if size.n_experts else 1
-        )
+        # Experts take their tokens one beside the other.
+        rows, depth = (1, size.tokens) if size.n_experts else (size.tokens, 1)
+        prompt = _tensor(rest_in, _F32, size.columns, rows, depth)
         filled = [(weights, b""), (prompt, b"")]
         if size.n_experts:
             chosen = _tensor(rest_in, _I32, size.n_chosen, size.tokens, 1)
             # In turn, so that every expert has as many.
             numbers = [i % size.n_experts for i in range(size.n_chosen * size.tokens)]
             filled.append((chosen, struct.pack(f"{len(numbers)}i", *numbers)))
-            by_number = ggml_function("ggml_mul_mat_id", _Pointer, _Pointer, _Pointer, _Pointer, _Pointer)
-            product = by_number(rest_in, weights, prompt, chosen)
+            product = ggml_function("ggml_mul_mat_id")(rest_in, weights, prompt, chosen)
         else:
-            product = ggml_function("ggml_mul_mat", _Pointer, _Pointer, _Pointer, _Pointer)(rest_in, weights, prompt)
-        graph = ggml_function("ggml_new_graph", _Pointer, _Pointer)(rest_in)
-        ggml_function("ggml_build_forward_expand", None, _Pointer, _Pointer)(graph, product)
-        allocate = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft", _Pointer, _Pointer, _Pointer)
-        for context, kind in ((weights_in, weights_kind), (rest_in, plain)):
-            buffer = allocate(context, kind)
+            product = ggml_function("ggml_mul_mat")(rest_in, weights, prompt)
+        graph = ggml_function("ggml_new_graph")(rest_in)
+        ggml_function("ggml_build_forward_expand")(graph, product)
+        for context, kind in ((weights_in, memory), (rest_in, processor.stored)):
+            buffer = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft")(context, kind)
             if not buffer:
                 raise RuntimeError("llama.cpp could not hold a matrix")
-            freed.callback(ggml_function("ggml_backend_buffer_free", None, _Pointer), buffer)
-        if not supported(product):
+            freed.callback(ggml_function("ggml_backend_buffer_free"), buffer)
+        if not ggml_function("ggml_backend_dev_supports_op")(processor.device, product):
             yield None  # and nothing can be written to that memory
             return
         # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some processors are slow at.
-        fill = ggml_function("ggml_backend_tensor_set", None, _Pointer, ctypes.c_char_p, _Bytes, _Bytes)
         for tensor, data in filled:
-            n_bytes = ggml_function("ggml_nbytes", _Bytes, _Pointer)(tensor)
-            fill(tensor, data or bytes(n_bytes), 0, n_bytes)
+            n_bytes = ggml_function("ggml_nbytes")(tensor)
+            ggml_function("ggml_backend_tensor_set")(tensor, data or bytes(n_bytes), 0, n_bytes)
         yield int(graph)
 
 
@@ -166,44 +184,24 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _context(freed: ExitStack) -> int:
-    made = ggml_function("ggml_init", _Pointer, GgmlInitParams)(GgmlInitParams(_CONTEXT_BYTES, None, True))
+    made = ggml_function("ggml_init")(GgmlInitParams(_CONTEXT_BYTES, None, True))
     if not made:
         raise RuntimeError("llama.cpp made no context for a graph")
-    freed.callback(ggml_function("ggml_free", None, _Pointer), made)
+    freed.callback(ggml_function("ggml_free"), made)
     return int(made)
 
 
 def _tensor(context: int, kind: int, *shape: int) -> int:
-    sizes = [ctypes.c_int64] * len(shape)
-    return int(
-        ggml_function(f"ggml_new_tensor_{len(shape)}d", _Pointer, _Pointer, ctypes.c_int, *sizes)(context, kind, *shape)
-    )
+    return int(ggml_function("ggml_new_tensor_3d")(context, kind, *shape))
 
 
-def _laid_out(address: int | None, device: int) -> list[int]:
-    """The CPU backend's buffer types that lay weights out anew, in the order in which llama.cpp tries them."""
-    if not address:
-        return []
-    listed = ctypes.CFUNCTYPE(ctypes.POINTER(_Pointer), _Pointer)(address)(device)
-    found: list[int] = []
-    while listed and listed[len(found)]:
-        found.append(int(listed[len(found)]))
-    return found
-
-
-def _main(types: Sequence[str]) -> int:
-    try:
-        threads = usable_cores()
-        found = {
-            name: {layout: asdict(rate) for layout, rate in layouts.items()}
-            for name, layouts in rates(threads, types).items()
-        }
-    except (ImportError, OSError, RuntimeError, AttributeError) as e:
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
-        return 1
-    print(json.dumps({"rates": found, "threads": threads, "cpu_s": time.process_time()}))
-    return 0
+def _answer() -> dict[str, Any]:
+    threads = usable_cores()
+    found: dict[str, dict[str, Any]] = {}
+    for name, layouts in rates(threads, sys.argv[1:]).items():
+        found[name] = {layout: asdict(rate) for layout, rate in layouts.items()}
+    return {"rates": found, "threads": threads, "cpu_s": time.process_time()}
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    sys.exit(print_answer(_answer))

@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from localllm_backends.values import MemoryReport
@@ -146,7 +147,53 @@ def start_native() -> Any:
     return llama_cpp
 
 
-def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
+_POINTER, _TEXT, _INT, _SIZE, _LONG, _BOOL = (
+    ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int64, ctypes.c_bool,
+)  # fmt: skip
+# ggml.h, ggml-backend.h: what each function returns, and what it takes. Structures go by their address.
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_init": (_POINTER, [GgmlInitParams]),
+    "ggml_free": (None, [_POINTER]),
+    "ggml_type_name": (_TEXT, [_INT]),
+    "ggml_nbytes": (_SIZE, [_POINTER]),
+    "ggml_nelements": (_LONG, [_POINTER]),
+    "ggml_new_tensor_2d": (_POINTER, [_POINTER, _INT, _LONG, _LONG]),
+    "ggml_new_tensor_3d": (_POINTER, [_POINTER, _INT, _LONG, _LONG, _LONG]),
+    "ggml_reshape_2d": (_POINTER, [_POINTER, _POINTER, _LONG, _LONG]),
+    "ggml_get_rows": (_POINTER, [_POINTER] * 3),
+    "ggml_set_rows": (_POINTER, [_POINTER] * 4),
+    "ggml_cont": (_POINTER, [_POINTER] * 2),
+    "ggml_soft_max": (_POINTER, [_POINTER] * 2),
+    "ggml_mul_mat": (_POINTER, [_POINTER] * 3),
+    "ggml_mul_mat_id": (_POINTER, [_POINTER] * 4),
+    "ggml_set_output": (None, [_POINTER]),
+    "ggml_new_graph": (_POINTER, [_POINTER]),
+    "ggml_build_forward_expand": (None, [_POINTER] * 2),
+    "ggml_backend_register": (None, [_POINTER]),
+    "ggml_backend_dev_count": (_SIZE, []),
+    "ggml_backend_dev_get": (_POINTER, [_SIZE]),
+    "ggml_backend_dev_by_type": (_POINTER, [_INT]),
+    "ggml_backend_dev_type": (_INT, [_POINTER]),
+    "ggml_backend_dev_name": (_TEXT, [_POINTER]),
+    "ggml_backend_dev_memory": (None, [_POINTER] * 3),
+    "ggml_backend_dev_get_props": (None, [_POINTER] * 2),
+    "ggml_backend_dev_buffer_type": (_POINTER, [_POINTER]),
+    "ggml_backend_dev_supports_op": (_BOOL, [_POINTER] * 2),
+    "ggml_backend_dev_init": (_POINTER, [_POINTER, _TEXT]),
+    "ggml_backend_dev_backend_reg": (_POINTER, [_POINTER]),
+    "ggml_backend_reg_name": (_TEXT, [_POINTER]),
+    "ggml_backend_reg_get_proc_address": (_POINTER, [_POINTER, _TEXT]),
+    "ggml_backend_buft_get_max_size": (_SIZE, [_POINTER]),
+    "ggml_backend_buffer_free": (None, [_POINTER]),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (_POINTER, [_POINTER] * 2),
+    "ggml_backend_graph_compute": (_INT, [_POINTER] * 2),
+    "ggml_backend_tensor_get": (None, [_POINTER, _POINTER, _SIZE, _SIZE]),
+    "ggml_backend_tensor_set": (None, [_POINTER, _TEXT, _SIZE, _SIZE]),
+}
+
+
+@cache
+def ggml_function(name: str) -> Any:
     """ggml's function `name`, of the very library that llama.cpp runs on. The bindings' own handle on ggml may be of another
     copy (a wheel holds `libggml.so` and `libggml.so.0`, `LLAMA_CPP_LIB_PATH` names a foreign build) that knows no device."""
     from llama_cpp import llama_cpp
@@ -159,13 +206,13 @@ def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
         from llama_cpp._ggml import libggml
 
         function = libggml[name]
-    function.restype, function.argtypes = result, list(arguments)
+    function.restype, function.argtypes = _SIGNATURES[name]
     return function
 
 
 def has_gpu() -> bool:
     """True when this llama.cpp build sees an accelerator here (llama_supports_gpu_offload also counts plain RPC)."""
-    find = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
+    find = ggml_function("ggml_backend_dev_by_type")
     return any(find(kind) for kind in (_GGML_DEVICE_GPU, _GGML_DEVICE_IGPU))
 
 

@@ -23,7 +23,7 @@ from localllm_backends.llamacpp.native import BufferSizes, log
 from localllm_backends.llamacpp.threads import give_way, release_helpers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # On a CPU as quick as 512, llama.cpp's own choice (3,000 tokens of SmolLM2, 4 rounds: 0.97 to 1.00 of its time; 128 take 4 to
 # 12 % longer), and its nodes half as long: attention behind 2,500 tokens, 18 ms with 512, left a third of a slice unused. The

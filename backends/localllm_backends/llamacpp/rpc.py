@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import OtherMachineError
+from localllm_backends.llamacpp.devices import GPU, INTEGRATED, PROCESSOR, devices_of_type
 from localllm_backends.llamacpp.native import ggml_function, start_native
 
 _NAMES = ("libggml-rpc.so", "libggml-rpc.dylib", "ggml-rpc.dll")
 _CONNECT_S = 5.0
-_CPU_DEVICE = 0  # ggml-backend.h: enum ggml_backend_dev_type
 _connected: set[str] = set()
 
 
@@ -65,18 +65,14 @@ def connect(workers: Sequence[str]) -> None:
         found = rpc.ggml_backend_rpc_add_server(worker.encode())
         if not found:
             raise OtherMachineError(f"what answers at {worker} is no worker of this version of llama.cpp")
-        ggml_function("ggml_backend_register", None, ctypes.c_void_p)(found)
+        ggml_function("ggml_backend_register")(found)
         _connected.add(worker)
 
 
 def serve(endpoint: str, n_threads: int) -> None:
     """Lend this machine's devices at `endpoint` (its accelerators, else its processor) until the process is ended."""
     rpc = _library()
-    count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)()
-    at = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
-    known = [(kind(at(i)), at(i)) for i in range(count)]
-    lent = [device for k, device in known if k in (1, 2)] or [device for k, device in known if k == _CPU_DEVICE]
+    lent = devices_of_type(GPU, INTEGRATED) or devices_of_type(PROCESSOR)
     devices = (ctypes.c_void_p * len(lent))(*lent)
     start = rpc.ggml_backend_rpc_start_server
     start.restype = None

@@ -37,17 +37,9 @@ class _Chain:
         # Tensors of the graph that was built last, which is the one that ran last.
         self._row: int | None = None
         self._shares: int | None = None
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._reshaped = ggml_function("ggml_reshape_2d", pointer, pointer, pointer, size, size)
-        self._rows_at = ggml_function("ggml_get_rows", pointer, pointer, pointer, pointer)
-        self._copied, self._softmax = (
-            ggml_function(name, pointer, pointer, pointer) for name in ("ggml_cont", "ggml_soft_max")
-        )
-        self._numbers = ggml_function("ggml_nelements", size, pointer)
-        self._output = ggml_function("ggml_set_output", None, pointer)
         self.native = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
         # As long as llama.cpp may call them.
-        self._interfaces = [self._interface(self._before), self._interface(self._behind)]
+        self._interfaces = [self._interface(self._keep_row), self._interface(self._weigh_candidates)]
         before, behind = (llama.llama_sampler_init(ctypes.byref(i), None) for i in self._interfaces)
         for sampler in (before, llama.llama_sampler_init_top_k(KEPT), *([behind] if weighs else ())):
             llama.llama_sampler_chain_add(self.native, sampler)
@@ -63,23 +55,21 @@ class _Chain:
             ),
         )
 
-    def _before(self, context: int, data: Any) -> None:
-        n = self._numbers(data.logits)
-        self._row = data.logits = self._copied(context, self._reshaped(context, data.logits, n, 1))
+    def _keep_row(self, context: int, data: Any) -> None:
+        n, reshaped = ggml_function("ggml_nelements")(data.logits), ggml_function("ggml_reshape_2d")
+        self._row = data.logits = ggml_function("ggml_cont")(context, reshaped(context, data.logits, n, 1))
         # Nothing else is written where it lies.
-        self._output(self._row)
+        ggml_function("ggml_set_output")(self._row)
         if self.weighs:
-            self._shares = self._reshaped(context, self._softmax(context, self._row), 1, n)
+            self._shares = reshaped(context, ggml_function("ggml_soft_max")(context, self._row), 1, n)
 
-    def _behind(self, context: int, data: Any) -> None:
-        data.probs = self._rows_at(context, self._shares, data.candidates)
+    def _weigh_candidates(self, context: int, data: Any) -> None:
+        data.probs = ggml_function("ggml_get_rows")(context, self._shares, data.candidates)
 
     def row(self, n_vocab: int) -> Rows:
         """The row [1, n_vocab] of the last step, which is done."""
         row: Rows = np.empty((1, n_vocab), dtype=np.float32)
-        size = ctypes.c_size_t
-        read = ggml_function("ggml_backend_tensor_get", None, ctypes.c_void_p, ctypes.c_void_p, size, size)
-        read(self._row, row.ctypes.data, 0, row.nbytes)
+        ggml_function("ggml_backend_tensor_get")(self._row, row.ctypes.data, 0, row.nbytes)
         return row
 
 
