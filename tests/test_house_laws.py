@@ -85,6 +85,26 @@ def test_the_engine_stands_on_eight_floors_at_most() -> None:
     assert {package: n for package in packages if (n := floors(package)) > 8} == {}
 
 
+# What only the memory room reads, and who else has to: a backend, which may not know us, asks its own library and the system.
+MEMORY_SOURCES = ("MemAvailable", "MemTotal", "memory.max", "memory.limit_in_bytes", "virtual_memory")
+OTHER_READERS = {
+    "backends/localllm_backends/llamacpp/kv_probe.py",
+    "backends/localllm_backends/mlx/backend.py",
+    "backends/localllm_backends/mlx/memory.py",
+}
+
+
+def test_memory_is_read_in_one_place() -> None:
+    reads = {
+        name
+        for name, tree in PRODUCT.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in MEMORY_SOURCES)
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.strip(":") in MEMORY_SOURCES)
+    }
+    assert {name for name in reads if not name.startswith("localllm/memory/")} == OTHER_READERS
+
+
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     for name, tree in PRODUCT.items():
         yield from ((name, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from localllm.device import usable
-from localllm.device.types import Device, Figure, Memory
+from localllm.device.types import Device, Figure
+from localllm.memory.account import Memory, with_released
 
 
 def together(cards: Sequence[Device]) -> Device:
@@ -41,20 +41,20 @@ def only(device: Device, numbers: Sequence[int]) -> Device:
     return replace(together(chosen), simulated=device.simulated, **around)  # type: ignore[arg-type]
 
 
-def given_back(device: Device, n_bytes: int) -> Device:
+def with_released_bytes(device: Device, n_bytes: int) -> Device:
     """`device` when `n_bytes` of its cards that are taken now were free: of each card's as its part of what is taken."""
     taken = device.memory.others_bytes
     if device.kind != "discrete" or n_bytes <= 0 or taken <= 0:
         return device
     each = tuple(
-        replace(card, memory=usable.given_back(card.memory, n_bytes * card.memory.others_bytes // taken))
+        replace(card, memory=with_released(card.memory, n_bytes * card.memory.others_bytes // taken))
         for card in device.cards
     )
-    whole = _sum([card.memory for card in each]) if each else usable.given_back(device.memory, n_bytes)
+    whole = _sum([card.memory for card in each]) if each else with_released(device.memory, n_bytes)
     return replace(device, memory=whole, cards=each)
 
 
-def within(device: Device, share: float) -> Device:
+def with_share(device: Device, share: float) -> Device:
     """`device` when of what a plan may take of it now only `share` (0 to 1) could be had, of each card alike."""
 
     def less(one: Device) -> Memory:

@@ -11,6 +11,7 @@ from localllm.device.table import DeviceRow
 from localllm.device.typed import Typed, TypedRam
 from localllm.device.types import Device, DeviceNotFoundError, Figure, Finding, Memory
 from localllm.errors import UsageError
+from localllm.memory.account import keeping, with_released
 
 GIB = 1 << 30
 
@@ -345,7 +346,7 @@ def _together(devices: list[Device]) -> Device:
         return found[0]
     findings = tuple(dict.fromkeys(finding for device in devices for finding in device.findings))
     # The screens are on one of them: on which is not said, so on the one that a model would take last.
-    found[:-1] = [replace(c, memory=usable.given_back(c.memory, c.memory.others_bytes)) for c in found[:-1]]
+    found[:-1] = [replace(c, memory=with_released(c.memory, c.memory.others_bytes)) for c in found[:-1]]
     return replace(cards.together(cards.numbered(found)), findings=findings)
 
 
@@ -384,7 +385,7 @@ def with_memory(
             if headroom_gb * 1e9 >= pool.total_bytes:
                 raise UsageError(f"--headroom {headroom_gb:g} leaves nothing of {pool.total_bytes / 1e9:.1f} GB")
             most = pool.limit_bytes
-            pool = usable.keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
+            pool = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
             if device.accelerator == "metal":  # what macOS gives the GPU stays its own affair
                 pool = replace(pool, limit_bytes=min(most, pool.limit_bytes))
                 pool = replace(pool, available_bytes=min(pool.available_bytes, pool.limit_bytes))

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from localllm.device.accelerators import Accelerator as Accelerator
 from localllm.errors import LocalLLMError, NotFoundError
+from localllm.memory.account import Basis as Basis
+from localllm.memory.account import Memory as Memory
 
-Basis = Literal["measured", "reported", "datasheet", "derived", "assumed", "given"]
 DeviceKind = Literal["unified", "discrete", "system"]
 
 
@@ -33,44 +34,6 @@ class Finding:
     level: Literal["info", "warning", "error"]
     message: str
     fix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The account of one place (a card, a pool that CPU and GPU share, system memory), in bytes.
-
-    total: installed. limit: the most a model may ever use (hard). available: what is free now (soft, <= limit). system: what
-    the system or the driver keeps, a card's margin included. others: what programs have now that a model can't have.
-    carve_out: what of it is free but no system memory, as a BIOS gave it to a processor's graphics.
-    """
-
-    total_bytes: int
-    limit_bytes: int
-    available_bytes: int
-    basis: Basis
-    source: str = ""
-    system_bytes: int = 0
-    others_bytes: int = 0
-    carve_out_bytes: int = 0
-
-    @property
-    def loadable_bytes(self) -> int:
-        """The most that may be loaded now; more than is available where macOS would compress what others have."""
-        return max(0, min(self.limit_bytes, self.total_bytes - self.system_bytes - self.others_bytes))
-
-    def account(self) -> str:
-        """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9 GB for a model"."""
-        kept = [f"the system keeps {_gb(self.system_bytes)}"] if self.system_bytes else []
-        kept += [f"others have {_gb(self.others_bytes)}"] if self.others_bytes else []
-        most = self.total_bytes - self.system_bytes - self.others_bytes
-        kept += [f"{self.source} allows {_gb(self.limit_bytes)}"] if self.limit_bytes < most else []
-        return (
-            f"of {_gb(self.total_bytes)} {' and '.join(kept) or 'all is free'}: {_gb(self.loadable_bytes)} for a model"
-        )
-
-
-def _gb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device.parsers.gpus import AmdGpu
-from localllm.device.parsers.linux import CgroupLimit
 from localllm.device.types import Memory
-from localllm.headroom import headroom_bytes
+from localllm.memory.account import headroom_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -20,17 +19,6 @@ _MARGIN_SHARE, _LEAST_MARGIN = 0.02, 256 * MIB
 # https://github.com/antirez/ds4/pull/893, https://github.com/AlexsJones/llmfit/pull/754). The older, smaller fraction
 # is the one that is safe to assume where Metal can't be asked.
 _MAC_SMALL, _MAC_LARGE, _MAC_SMALL_UP_TO = 2 / 3, 3 / 4, 36 * GIB
-
-
-def shared_pool(total_bytes: int, available_bytes: int, source: str) -> Memory:
-    """System memory, or one that CPU and GPU share (GB10, Jetson): all of it but the headroom, now what is available but that.
-
-    `available_bytes` must include reclaimable page cache (MemAvailable, never MemFree).
-    """
-    keep = headroom_bytes(total_bytes)
-    limit, others = total_bytes - keep, max(total_bytes - available_bytes, 0)
-    now = max(min(available_bytes - keep, limit), 0)
-    return Memory(total_bytes, limit, now, "reported", source, keep, others)
 
 
 # What an idle system has of its own, beside the headroom, and a desktop of the card that drives its screens: assumed, by what
@@ -53,22 +41,6 @@ def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
     """A card of a machine that is only described: all but the margin, and a desktop's part where it drives `screens`."""
     desktop = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes)) if screens else 0
     return replace(vram(total_bytes, desktop, 0, source), basis="datasheet")
-
-
-def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
-    """The account where `n_bytes` are kept, for whatever was assumed to be, beside what others have."""
-    keep = min(n_bytes, memory.total_bytes)
-    limit = max(0, min(memory.limit_bytes + memory.system_bytes, memory.total_bytes) - keep)
-    now = max(0, min(memory.total_bytes - keep - others_bytes, limit))
-    return replace(memory, limit_bytes=limit, available_bytes=now, system_bytes=keep, others_bytes=others_bytes)
-
-
-def in_container(total_bytes: int, available_bytes: int, limit: CgroupLimit | None) -> tuple[int, int, str]:
-    """(total, available, why) of system memory under a cgroup limit: /proc/meminfo shows the host's, not ours."""
-    if limit is None or limit.limit_bytes >= total_bytes:
-        return total_bytes, available_bytes, ""
-    free = max(limit.limit_bytes - limit.used_bytes, 0)
-    return limit.limit_bytes, min(available_bytes, free), f"limited by {limit.where}"
 
 
 def margin_bytes(total_bytes: int) -> int:
@@ -97,8 +69,8 @@ def mac(
     """A Mac's GPU budget: Metal's recommendedMaxWorkingSetSize, which follows iogpu.wired_limit_mb.
 
     A wired limit may be set above physical RAM and Metal repeats it: clamped. A limit of 0 means macOS' default, not
-    "no limit". `free` is a soft limit: past it macOS compresses and swaps other apps, slow but alive
-    (https://github.com/unslothai/unsloth/pull/10804), up to what is `to_be_had` less the headroom.
+    "no limit". What may be taken now is what is `to_be_had` less the headroom, as the memory guard has it: past what is `free`
+    macOS compresses other apps' pages (https://github.com/unslothai/unsloth/pull/10804). `free` counts where that is unknown.
     """
     keep, default = headroom_bytes(memory_bytes), mac_default(memory_bytes)
     if working_set:
@@ -110,7 +82,7 @@ def mac(
     limit = min(limit, memory_bytes)
     others = 0 if to_be_had is None else max(memory_bytes - to_be_had, 0)
     bound = max(0, min(limit, memory_bytes - keep - others))
-    now = bound if free is None else max(0, min(free, bound))
+    now = bound if to_be_had is not None or free is None else max(0, min(free, bound))
     return Memory(memory_bytes, limit, now, "reported" if basis == "reported" else "assumed", source, keep, others)
 
 
@@ -175,13 +147,6 @@ def as_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memor
     return replace(
         memory, limit_bytes=limit, available_bytes=now, source=source, system_bytes=keep, others_bytes=others
     )
-
-
-def given_back(memory: Memory, n_bytes: int) -> Memory:
-    """The account when `n_bytes` that others have were free."""
-    freed = min(max(n_bytes, 0), memory.others_bytes)
-    now = min(memory.limit_bytes, memory.available_bytes + freed)
-    return replace(memory, others_bytes=memory.others_bytes - freed, available_bytes=now)
 
 
 def gtt_pages_advised(installed_bytes: int) -> int:

@@ -14,11 +14,12 @@ from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import PromptMatch, miss_reason, recomputed
 from localllm.engine.cache.pool import NO_SOURCE, PrefixSource
 from localllm.engine.cache.restore import Restoration
-from localllm.engine.host.memory import MemoryGuard, return_to_system
 from localllm.engine.messages import Failure, Prefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler import Want, admission_order
+from localllm.memory.guard import MemoryGuard
+from localllm.memory.system import return_to_system
 from localllm_backends.contract import Backend, NoCellsError
 
 # Admission keeps this many cells for the answer; an answer that grows past them may park a younger request.

@@ -20,7 +20,6 @@ from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tunables import DISK_FREE_BYTES
 from localllm.engine.host.contention import ThreadThrottle, of_this_process
 from localllm.engine.host.kv_evidence import KvEvidence
-from localllm.engine.host.memory import Available, MemoryGuard, SystemMemory, headroom_bytes
 from localllm.engine.host.metrics import DecodeSpeedTracker, Metrics
 from localllm.engine.messages import Event, Failure, Queued, Request
 from localllm.engine.outputs import OutputProcessor
@@ -33,6 +32,9 @@ from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import Encoder, ImageSteps
+from localllm.memory.account import headroom_bytes
+from localllm.memory.guard import Available, MemoryGuard
+from localllm.memory.system import SystemMemory
 from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, NoCellsError, StepResult
 
 # Where requests only wait for a grammar, an image or the disk, new messages are looked for this often, in seconds.
@@ -252,9 +254,9 @@ class Engine:
         self._housekeeping = False
         self._housekeeping = (
             self.pool.tick(busy=False)
-            or self.backend.idle_work(self.guard.spare_bytes)
+            or self.backend.idle_work(self.guard.free_bytes)
             or self.speculator.tick(busy=False, rested_s=rested_s)
-            or (self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.spare_bytes))
+            or (self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.free_bytes))
         )
         return self._housekeeping
 
@@ -421,7 +423,7 @@ class Engine:
     def _slice(self) -> None:
         """What the backend's prefill policy does between the steps."""
         before = self.metrics.prefilled_tokens
-        now = self.prefill.advance(self.jobs.running.values(), self._slice_s, self.guard.spare_bytes)
+        now = self.prefill.advance(self.jobs.running.values(), self._slice_s, self.guard.free_bytes)
         if now is not None:
             self.jobs.shares.charge(now[0].tenant, self.metrics.prefilled_tokens - before)
             self.jobs.progress(*now)

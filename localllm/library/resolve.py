@@ -14,6 +14,7 @@ from localllm.library import file_kinds, folders, names, starter, store
 from localllm.library.catalog import load_catalog, read_header
 from localllm.library.types import LocalModel as LocalModel
 from localllm.library.types import Origin as Origin
+from localllm.memory.system import SystemMemory
 
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
@@ -299,9 +300,7 @@ def _runnable(models: list[LocalModel]) -> list[LocalModel]:
 
 def sensible_bytes() -> int:
     """Half of what is available now: the other half is for a context and for whatever else runs."""
-    import psutil
-
-    return int(psutil.virtual_memory().available * _SENSIBLE_SHARE)
+    return int((SystemMemory().available_bytes() or 0) * _SENSIBLE_SHARE)
 
 
 def _can_chat(model: LocalModel) -> bool:

@@ -11,6 +11,7 @@ from localllm.library import hub, names
 from localllm.library.catalog import read_model
 from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import Listing, RepoFile
+from localllm.memory.system import SystemMemory
 from localllm_catalog import kinds
 from localllm_catalog.kinds import Kind
 
@@ -195,9 +196,7 @@ def _usual(choices: Sequence[_T], facts: Callable[[_T], tuple[str, int]], limit_
 
 def sensible_bytes() -> int:
     """Half of this machine's memory: weights above that leave too little for a context and everything else."""
-    import psutil
-
-    return int(psutil.virtual_memory().total) // 2
+    return (SystemMemory().total_bytes or 0) // 2
 
 
 def _chosen(there: list[Selection], listing: Listing, model: Model, choose: Choose) -> Selection:

@@ -6,9 +6,10 @@ import re
 import textwrap
 
 from localllm.device.types import Device
+from localllm.memory.verdict import TIGHT_MEANS
 from localllm.planner import decode_cost, efficiency, kernels, memory, places, prefill_cost, quality, speed
 from localllm.planner.streams import facts, streamed
-from localllm.planner.types import TIGHT_MEANS, Plan, Range, backend_of
+from localllm.planner.types import Plan, Range, backend_of
 from localllm.planner.why import mb
 from localllm_catalog.types import ESTIMATED, Model
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
+from localllm.memory.verdict import TIGHT_SHARE, Part
+from localllm.memory.verdict import verdict as judge
 from localllm.planner import memory, places, speed
 from localllm.planner.types import MemoryNeed, RunSettings
 from localllm_backends.placement import Placement
@@ -53,11 +55,25 @@ class OffloadOptions:
 FREE = OffloadOptions()
 
 
+def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
+    """What is needed of every place: the accelerator's pool, each of several cards, system memory beside them. Of the pool
+    nearly all that may be loaded is as much as can be had without anybody giving way."""
+    roomy = int(TIGHT_SHARE * min(need.limit_bytes, device.memory.loadable_bytes))
+    has_cards = bool(need.cards_bytes and device.cards)
+    free = need.limit_bytes if has_cards else device.memory.available_bytes
+    parts = [Part(device.name, need.total_bytes, need.limit_bytes, free, roomy)]
+    for i, (n_bytes, limit) in enumerate(zip(need.cards_bytes, need.cards_limit_bytes, strict=True)):
+        free = device.cards[i].memory.available_bytes if has_cards else limit
+        parts.append(Part(f"card {i}", n_bytes, limit, free))
+    if need.host_bytes and device.host is not None:
+        limit = device.host.limit_bytes
+        parts.append(Part("system memory", need.host_bytes, limit, limit))
+    return parts
+
+
 def fits(device: Device, need: MemoryNeed) -> bool:
-    """True where every pool has room for its part: the accelerator's, each card's, the host's."""
-    if need.total_bytes > need.limit_bytes or not need.fits_every_card:
-        return False
-    return not (need.host_bytes and device.host is not None and need.host_bytes > device.host.limit_bytes)
+    """True where every place has room for its part."""
+    return not judge(needed_parts(device, need)).lacking
 
 
 def over_cards(device: Device, model: Model, variant: Variant, settings: RunSettings) -> RunSettings:
@@ -119,13 +135,6 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
         found = [[group[0]] for group in groups] + [fastest[:n] for n in range(2, len(fastest) + 1)]
     numbers = {tuple(sorted(c.number for c in chosen)) for chosen in found if 0 < len(chosen) < len(device.cards)}
     return (*sorted(numbers, key=lambda chosen: (len(chosen), chosen)), ())
-
-
-def is_free(device: Device, need: MemoryNeed) -> bool:
-    """True where every card of `device` has its part free now."""
-    if not need.cards_bytes or not device.cards:
-        return need.total_bytes <= device.memory.available_bytes
-    return all(b <= c.memory.available_bytes for b, c in zip(need.cards_bytes, device.cards, strict=True))
 
 
 def best_split(

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from localllm.device.types import Device
+from localllm.memory.verdict import Fits
+from localllm.memory.verdict import verdict as judge
 from localllm.planner import (
     decode_cost,
     drafting,
@@ -33,11 +35,9 @@ from localllm.planner.streams import facts
 from localllm.planner.types import (
     DEFAULT_BATCH,
     DEFAULT_SLOTS,
-    TIGHT_SHARE,
     USUAL,
     CompanionDrafter,
     DraftChoice,
-    Fits,
     MemoryNeed,
     Plan,
     Range,
@@ -160,14 +160,7 @@ def typical(variants: Sequence[Variant]) -> Variant:
 
 def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
     """yes / tight (needs more than is free now, or nearly all of what may be loaded) / split (part in host memory) / no."""
-    if not placing.fits(device, need):
-        return "no"
-    if split:
-        return "split"
-    most = min(need.limit_bytes, device.memory.loadable_bytes)
-    if not placing.is_free(device, need) or need.total_bytes > TIGHT_SHARE * most:
-        return "tight"
-    return "yes"
+    return judge(placing.needed_parts(device, need), split=split).fits
 
 
 _Settled = tuple[RunSettings, MemoryNeed, Fits]
@@ -276,7 +269,8 @@ class _Run:
         def rank(plan: Plan, points: float) -> tuple[float, float, float]:
             if len(chosen) == 1:
                 return 0, points, plan.decode_tok_s.value
-            is_free = placing.is_free(places.used(device, plan.settings.placement), plan.memory)
+            used = places.used(device, plan.settings.placement)
+            is_free = judge(placing.needed_parts(used, plan.memory)).is_free
             return is_free, plan.decode_tok_s.value, points
 
         ways: list[tuple[bool, tuple[float, float, float], Plan, str]] = []

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from localllm.memory.verdict import Fits
 from localllm_backends import registry
 from localllm_backends.declaration import Declaration
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Purpose, Variant
-
-Fits = Literal["yes", "tight", "split", "no"]
-# A plan this close to the limit leaves nothing for a longer prompt's buffers or another program: "tight".
-TIGHT_SHARE = 0.93
-TIGHT_MEANS = f"needs more than is free now, or over {TIGHT_SHARE:.0%} of what may be loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +157,6 @@ class MemoryNeed:
     cards_limit_bytes: tuple[int, ...] = ()
     disk_bytes: int = 0
     projector_bytes: int = 0
-
-    @property
-    def fits_every_card(self) -> bool:
-        """False where one of several cards is given more than it has."""
-        both = zip(self.cards_bytes, self.cards_limit_bytes, strict=True)
-        return not self.cards_bytes or all(need <= limit for need, limit in both)
 
     @property
     def total_bytes(self) -> int:

@@ -41,7 +41,7 @@ _COUNTERS = {
     "drafted_mtp_tokens", "accepted_mtp_tokens", "drafted_eagle3_tokens", "accepted_eagle3_tokens",
     "drafted_dflash_tokens", "accepted_dflash_tokens", "drafted_assistant_tokens", "accepted_assistant_tokens",
 }  # fmt: skip
-# The memory guard's levels (localllm/engine/host/memory.py), one series each: exactly one is 1.
+# The memory guard's levels (localllm/memory/guard.py), one series each: exactly one is 1.
 _PRESSURES = ("none", "shrink", "hold")
 # Tokens whose KV was computed again (localllm/engine/host/metrics.py).
 _RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")

@@ -16,9 +16,10 @@ from localllm.device.machines import identify
 from localllm.device.named import resolve, with_memory
 from localllm.device.parsers import macos
 from localllm.device.types import Device, Readings
-from localllm.engine.host.memory import SystemMemory, check_load
 from localllm.errors import DoesNotFitError, UsageError
-from localllm.headroom import headroom_bytes
+from localllm.memory.account import headroom_bytes, with_released
+from localllm.memory.guard import check_load
+from localllm.memory.system import SystemMemory
 from localllm.planner.plan import verdict
 from localllm.planner.types import MemoryNeed
 
@@ -51,9 +52,9 @@ TABLE = {
     "halo_512mb": Row(120.27, 120.27),
     "halo_96gb": Row(102.71, 102.71),
     "mac_gh_runner_m1_virtual": Row(3.22, 3.22),
-    "mac_m2_8gb_macos26": Row(1.31, 2.05),
+    "mac_m2_8gb_macos26": Row(2.05, 2.05),
     "mac_m2pro_32gb_macos26": Row(26.80, 26.80),
-    "mac_m3pro_36gb": Row(12.61, 25.77, "assumed"),
+    "mac_m3pro_36gb": Row(25.77, 25.77, "assumed"),
     "mac_m3ultra_512gb_macos27": Row(412.3, 412.3, "assumed"),
     "mac_m4_16gb_macos26": Row(12.71, 12.71),
     "mac_m4_24gb_mlx_device_info": Row(17.18, 17.18),
@@ -63,8 +64,8 @@ TABLE = {
     "mac_m5max_wired_118000": Row(123.7, 123.7),
     "mac_m5pro_15core_16gpu": Row(17.18, 17.18, "assumed"),
     "mac_m6_32gb_macos27": Row(22.91, 22.91, "assumed"),
-    "mac_mac_24gb_vmstat": Row(6.50, 11.47, "assumed"),
-    "mac_macmini_32gb_pressure": Row(15.50, 22.91, "assumed"),
+    "mac_mac_24gb_vmstat": Row(11.47, 11.47, "assumed"),
+    "mac_macmini_32gb_pressure": Row(22.91, 22.91, "assumed"),
     "mac_rosetta_python": Row(7.73, 7.73),
 }
 
@@ -156,14 +157,14 @@ def test_a_mac_may_load_what_macos_says_can_be_had_less_the_headroom(
 @pytest.mark.parametrize(("level", "loadable"), [(88, 28.5), (50, 15.46), (5, 0.0)])
 def test_a_macs_guard_asks_the_same_account(level: int, loadable: float) -> None:
     said = {"hw.memsize": 32 * GIB, "kern.memorystatus_level": level}
-    system = SystemMemory(read=lambda _: None, sysctl=said.get)
+    system = SystemMemory(read=lambda _: "", sysctl=said.get)
     account = identify(a_mac(32 * GIB, {"free": 1}, level, 31 * GIB)).memory
     assert account.loadable_bytes / GB == pytest.approx(loadable, rel=5e-3)
-    total, available = system.total_bytes, system.available_bytes()
-    assert available is not None
-    check_load("m", account.loadable_bytes, available, headroom_bytes(total), total)
+    guards = system.account()
+    assert guards is not None
+    check_load("m", account.loadable_bytes, guards)
     with pytest.raises(DoesNotFitError, match="others have"):
-        check_load("m", account.loadable_bytes + MIB, available, headroom_bytes(total), total)
+        check_load("m", account.loadable_bytes + MIB, guards)
 
 
 @given(st.integers(4, 96), st.floats(0, 0.9), st.floats(0, 0.9))
@@ -174,7 +175,7 @@ def test_of_a_card_more_in_use_is_never_more_to_load(gib: int, used: float, more
     )
     assert one.loadable_bytes >= other.loadable_bytes
     assert other.loadable_bytes <= max(0, other.available_bytes - usable.margin_bytes(total))
-    back = usable.given_back(other, total)
+    back = with_released(other, total)
     assert back.loadable_bytes == usable.vram(total, 0, 300 * MIB, "t").loadable_bytes
 
 
@@ -183,7 +184,7 @@ def test_each_card_has_its_own_account_and_gives_back_its_own_part() -> None:
     free = [(32607 - used) * MIB - int(0.02 * 32607 * MIB) for used in (29324, 30357)]
     assert [card.room_bytes for card in device.cards] == pytest.approx(free, abs=2)
     assert device.room_bytes == pytest.approx(sum(free), abs=4)
-    freed = cards.given_back(device, 10 * GIB)
+    freed = cards.with_released_bytes(device, 10 * GIB)
     assert freed.room_bytes - device.room_bytes == pytest.approx(10 * GIB, abs=4)
     assert all(a.room_bytes > b.room_bytes for a, b in zip(freed.cards, device.cards, strict=True))
 

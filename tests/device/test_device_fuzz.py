@@ -17,10 +17,11 @@ from localllm.device.parsers import linux, macos, windows
 from localllm.device.parsers.gpus import amd_gpus, kfd_nodes, marketing_name, nvml, smi, vulkaninfo
 from localllm.device.types import DeviceNotFoundError, Readings
 from localllm.errors import LocalLLMError, UsageError
+from localllm.memory.linux import LinuxMemory, files_to_read, meminfo
 from support.examples import examples
 
 TEXT_PARSERS: list[Any] = [
-    linux.meminfo, linux.cpuinfo, linux.udev_memory, linux.cgroup_paths,
+    meminfo, linux.cpuinfo, linux.udev_memory, files_to_read,
     nvml, smi,
     macos.sysctl, macos.gpu_cores, macos.displays, macos.metal_working_set, macos.vm_stat,
     windows.adapters, windows.processor, windows.memory_status, windows.physical_memory,
@@ -130,6 +131,7 @@ def test_structured_parsers_take_any_files(files: dict[str, str]) -> None:
     readings = Readings("linux", "x86_64", files)
     assert len(kfd_nodes(readings)) <= len(files)
     assert all(gpu.device_id >= 0 for gpu in amd_gpus(readings))
-    linux.cgroup(readings)
+    memory = LinuxMemory(readings.file)
+    assert (memory.available_bytes() or 0) <= (memory.total_bytes() or 0)
     assert linux.last_level_cache_bytes(readings) >= 0
     marketing_name(files.get("/usr/share/libdrm/amdgpu.ids", ""), 0x744C, 0xC8)

@@ -10,17 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.host.memory import (
-    MemoryGuard,
-    Pressure,
-    SystemMemory,
-    check_load,
-    headroom_bytes,
-    judge,
-    process_and_children,
-    return_to_system,
-)
 from localllm.errors import DoesNotFitError
+from localllm.memory.account import headroom_bytes, shared_pool
+from localllm.memory.guard import MemoryGuard, check_load, judge
+from localllm.memory.macos import Pressure
+from localllm.memory.system import SystemMemory, process_and_children, return_to_system
 
 MB = 10**6
 GIB = 2**30
@@ -73,13 +67,16 @@ def test_the_system_is_asked_at_most_four_times_a_second() -> None:
 
 
 def test_a_load_must_leave_the_headroom_and_the_refusal_has_all_figures() -> None:
-    check_load("m", 900 * MB, 1000 * MB, 100 * MB)
-    check_load("m", 0, 1, 100 * MB)  # nobody knows what it takes
-    check_load("m", 900 * MB, None, 100 * MB)  # nobody knows what is free: the plan decides
+    account = shared_pool(1500 * MB, 1000 * MB, "test", 100 * MB)
+    check_load("m", 900 * MB, account)
+    check_load("m", 0, shared_pool(1500 * MB, 1, "test", 100 * MB))  # nobody knows what it takes
+    check_load("m", 900 * MB, None)  # nobody knows what is free: the plan decides
+    check_load("m", 9000 * MB, shared_pool(1500 * MB, 1, "test", 0))  # nothing is to be kept
     with pytest.raises(DoesNotFitError) as refused:
-        check_load("m.gguf", 901 * MB, 1000 * MB, 100 * MB)
+        check_load("m.gguf", 901 * MB, account)
     assert refused.value.message == (
-        "m.gguf needs 0.90 GB, and 0.90 GB are free for it now: 1.00 GB available, of which 0.10 GB stay with the system"
+        "m.gguf needs 0.90 GB, and 0.90 GB are free for it now: 1.00 GB available, of which 0.10 GB stay with the "
+        "system; others have 0.50 GB of 1.50 GB"
     )
     assert "close other programs" in refused.value.hint
 
@@ -91,7 +88,8 @@ KIB = 1024
 
 
 def system(files: dict[str, str], users: tuple[int, ...] = ()) -> SystemMemory:
-    return SystemMemory(lambda: users, {"/proc/meminfo": MEMINFO, **files}.get)
+    there = {"/proc/meminfo": MEMINFO, **files}
+    return SystemMemory(lambda: users, lambda path: there.get(path, ""))
 
 
 def test_page_cache_is_available_but_not_the_weights_that_a_worker_has_mapped() -> None:
@@ -133,7 +131,13 @@ def test_the_older_cgroups_are_read_too_and_no_limit_is_none() -> None:
 
 def test_huge_pages_that_somebody_reserved_take_nothing_from_what_is_available() -> None:
     huge = {"/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 60 kB\nHugePages_Total: 9\nHugePages_Free: 0\n"}
-    assert SystemMemory(read=huge.get).available_bytes() == 60 * KIB
+    assert system(huge).available_bytes() == 60 * KIB
+
+
+def test_a_kernel_without_mem_available_has_what_is_free_and_cached_but_for_shared_memory() -> None:
+    """Kernels before 3.14 and WSL 1: tmpfs counts as cached, and can't be dropped."""
+    old = {"/proc/meminfo": "MemTotal: 100 kB\nMemFree: 10 kB\nBuffers: 1 kB\nCached: 50 kB\nShmem: 30 kB\n"}
+    assert system(old).available_bytes() == 31 * KIB
 
 
 @pytest.mark.parametrize(("level", "means"), [(1, "none"), (2, "shrink"), (4, "hold")])
@@ -145,19 +149,19 @@ def test_macos_says_itself_how_short_memory_is(level: int, means: str, percent: 
         "kern.memorystatus_level": percent,
         "kern.memorystatus_vm_pressure_level": level,
     }
-    mac = SystemMemory(read=lambda _: None, sysctl=said.get)
+    mac = SystemMemory(read=lambda _: "", sysctl=said.get)
     guard = MemoryGuard(mac.available_bytes, headroom_bytes(mac.total_bytes), mac.pressure)
     assert guard.look(0.0)
     assert guard.pressure == means
     assert guard.missing_bytes > 0 or (means == "none" and percent > 1)
-    assert (guard.spare_bytes or 0) == (
+    assert (guard.free_bytes or 0) == (
         0 if means != "none" else max(0, 16 * GIB * percent // 100 - headroom_bytes(16 * GIB))
     )
 
 
 @pytest.mark.parametrize("level", [None, 0, 3, 99])
 def test_a_level_nobody_knows_leaves_the_word_to_what_is_available(level: int | None) -> None:
-    mac = SystemMemory(read=lambda _: None, sysctl={"kern.memorystatus_vm_pressure_level": level}.get)
+    mac = SystemMemory(read=lambda _: "", sysctl={"kern.memorystatus_vm_pressure_level": level}.get)
     for available, means in ((2 * GIB, "none"), (90 * MB, "shrink"), (10 * MB, "hold")):
         guard = MemoryGuard(lambda free=available: free, HEADROOM, mac.pressure)  # type: ignore[misc]
         guard.look(0.0)
@@ -165,7 +169,7 @@ def test_a_level_nobody_knows_leaves_the_word_to_what_is_available(level: int | 
 
 
 def test_a_system_that_does_not_say_is_unknown() -> None:
-    assert SystemMemory(read={"/proc/meminfo": "MemTotal: 100 kB"}.get).available_bytes() is None
+    assert system({"/proc/meminfo": "MemTotal: 100 kB"}).available_bytes() is None
 
 
 def test_this_machine_answers() -> None:

@@ -108,7 +108,6 @@ def test_no_card_of_several_is_given_more_than_it_has(name: str) -> None:
         if plan.fits == "no":
             continue
         need, n_used = plan.memory, len(plan.settings.placement.cards) or device.n_gpus
-        assert need.fits_every_card
         assert need.total_bytes <= need.limit_bytes
         if n_used == 1:
             continue

@@ -14,11 +14,12 @@ from localllm.cli.compose import sharing
 from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.compose.model_router import router_for
 from localllm.cli.compose.sharing import load_plans_together
-from localllm.engine.host import memory as memory_guard
 from localllm.errors import BusyError, DoesNotFitError
+from localllm.memory.account import headroom_bytes
+from localllm.memory.guard import memory_is_short
+from localllm.memory.system import SystemMemory
 from localllm.server.app import create_app
 from localllm.server.models.router import ModelRouter, ServedModel
-from localllm.server.models.unloading import memory_is_short
 from localllm.server.models.worker import ModelAdmission
 from localllm.settings import Settings
 from support.scripted_engine import Gate, ScriptedEngine
@@ -30,13 +31,13 @@ GB = 10**9
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
     """A machine of 16 GB whose available bytes the test sets; None is a system that does not say."""
     state: dict[str, int | None] = {"available": 12 * GB, "total": 16 * GB}
-    monkeypatch.setattr(memory_guard.SystemMemory, "available_bytes", lambda _: state["available"])
-    monkeypatch.setattr(memory_guard.SystemMemory, "total_bytes", property(lambda _: state["total"]))
+    monkeypatch.setattr(SystemMemory, "available_bytes", lambda _: state["available"])
+    monkeypatch.setattr(SystemMemory, "total_bytes", property(lambda _: state["total"]))
     return state
 
 
 def test_memory_is_short_where_the_guard_would_act(machine: dict[str, int | None]) -> None:
-    headroom = memory_guard.headroom_bytes(16 * GB)
+    headroom = headroom_bytes(16 * GB)
     for available, short in ((12 * GB, False), (headroom, False), (headroom - 1, True), (None, False)):
         machine["available"] = available
         assert memory_is_short() is short
@@ -45,7 +46,7 @@ def test_memory_is_short_where_the_guard_would_act(machine: dict[str, int | None
 def test_a_context_nobody_chose_is_lowered_to_what_is_free_now(smollm2: Path, machine: dict[str, int | None]) -> None:
     wide = load_plan_named(str(smollm2), Settings())
     assert wide.options.engine["planned_bytes"] == wide.needs_bytes
-    headroom = memory_guard.headroom_bytes(16 * GB)
+    headroom = headroom_bytes(16 * GB)
     machine["available"] = headroom + wide.needs_bytes
     assert load_plan_named(str(smollm2), Settings()).options.spec.n_ctx == wide.options.spec.n_ctx
     machine["available"] = headroom + wide.needs_bytes - 1
@@ -66,7 +67,7 @@ def test_contexts_of_several_models_fit_together_what_is_free_now(
     least = load_plans_together(both, Settings({"context": 4096}))
     wide_bytes, least_bytes = (sum(load.needs_bytes for load in loads) for loads in (wide, least))
     free = int(wide_bytes - short_by * (wide_bytes - least_bytes))
-    machine["available"] = memory_guard.headroom_bytes(16 * GB) + free
+    machine["available"] = headroom_bytes(16 * GB) + free
     narrow = load_plans_together(both, Settings())
     assert sum(load.needs_bytes for load in narrow) <= free
     assert all(n.options.spec.n_ctx >= 4096 for n in narrow)
@@ -107,7 +108,7 @@ def test_the_smallest_context_that_still_is_too_large_is_refused_not_planned_for
 
 
 def test_what_models_may_have_is_what_the_guard_lets_them_load(machine: dict[str, int | None]) -> None:
-    headroom = memory_guard.headroom_bytes(16 * GB)
+    headroom = headroom_bytes(16 * GB)
     machine["available"] = headroom + 12345
     _, available = sharing.memory_for_models()
     assert available() == 12345
@@ -176,5 +177,5 @@ def test_a_served_model_shows_this_machines_memory(tiny_model: Path) -> None:
 
     snapshot = asyncio.run(story())
     assert snapshot["available_bytes"] > 0
-    assert snapshot["headroom_bytes"] == memory_guard.headroom_bytes(memory_guard.SystemMemory().total_bytes)
+    assert snapshot["headroom_bytes"] == headroom_bytes(SystemMemory().total_bytes)
     assert snapshot["pressure"] in ("none", "shrink", "hold")

@@ -92,8 +92,9 @@ def make_load_plan(
     """Plan files on this disk on this machine, and make worker options that run exactly that plan. `of` models share the
     memory for cached prefixes; `spare_bytes`: what others would give back to make room; `ran_out`: a plan that
     memory was not enough for, this one takes a tenth less. Raises as `load_plan_named`."""
-    from localllm.device.cards import given_back, within
+    from localllm.device.cards import with_released_bytes, with_share
     from localllm.engine.worker import backends
+    from localllm.memory.system import free_for_models
 
     # Said now, before anything is planned: no backend runs these files, or its package is missing.
     backend = backends.for_path(str(local.path), settings.value("backend"))
@@ -106,10 +107,10 @@ def make_load_plan(
         drafter, inputs = ChosenDrafter(), _undrafted(inputs)
     draft, second = drafter.mode, drafter.second
     if inputs is not None and spare_bytes:
-        inputs = replace(inputs, device=given_back(inputs.device, spare_bytes))
+        inputs = replace(inputs, device=with_released_bytes(inputs.device, spare_bytes))
     if inputs is not None and ran_out is not None:
         most = _ONCE_MORE_SHARE * min(ran_out.memory.total_bytes, inputs.device.room_bytes)
-        inputs = replace(inputs, device=within(inputs.device, most / inputs.device.room_bytes))
+        inputs = replace(inputs, device=with_share(inputs.device, most / inputs.device.room_bytes))
     plan = _first_plan(local, settings, inputs)
     free = free_for_models(_headroom_bytes(settings))
     room = _Room(local, inputs, None if free is None else free + spare_bytes)
@@ -221,18 +222,6 @@ def _with_projector(
     return left_out(projector, settings, left), room.fitted(plan, 0)
 
 
-def free_for_models(headroom: int | None = None) -> int | None:
-    """Bytes of the system's memory that the memory guard lets models have now: all but `headroom` bytes (None: by the
-    machine's size). None if the system does not say, or the guard is off."""
-    from localllm.engine.host.memory import SystemMemory, headroom_bytes, process_and_children
-
-    system = SystemMemory(process_and_children)
-    available = system.available_bytes()
-    if headroom is None:
-        headroom = headroom_bytes(system.total_bytes)
-    return None if available is None or not headroom else max(0, available - headroom)
-
-
 def _headroom_bytes(settings: Settings) -> int | None:
     asked = settings.value("memory_headroom_gb")
     return None if asked is None else int(asked * 1e9)
@@ -289,12 +278,12 @@ def _engine_settings(
 
 def _cache_bytes(settings: Settings) -> int:
     """Memory for cached prefixes: what was asked for, else an eighth of what is available now, at most 8 GiB."""
-    import psutil
+    from localllm.memory.system import SystemMemory
 
     asked = settings.value("cache_ram_gb")
     if asked is not None:
         return int(asked * 1e9)
-    return int(min(8 * 2**30, psutil.virtual_memory().available // 8))
+    return min(8 * 2**30, (SystemMemory().available_bytes() or 0) // 8)
 
 
 # -- embedding models and rerankers ------------------------------------------------------------------------------------

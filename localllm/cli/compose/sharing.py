@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from localllm.cli.compose.load_plan import LoadPlan, free_for_models, make_load_plan, resolved
+from localllm.cli.compose.load_plan import LoadPlan, make_load_plan, resolved
+from localllm.memory.system import free_for_models
+from localllm.memory.verdict import Part, verdict
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
@@ -88,7 +90,9 @@ def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:
             return False
         (number,) = load.plan.settings.placement.cards
         held[number] = held.get(number, 0) + load.needs_bytes
-    return all(held.get(card.number, 0) <= card.memory.limit_bytes for card in device.cards)
+    limits = {card.number: card.memory.limit_bytes for card in device.cards}
+    parts = [Part(f"card {n}", held.get(n, 0), limit, limit) for n, limit in limits.items()]
+    return not verdict(parts).lacking
 
 
 def memory_for_models() -> tuple[int, Callable[[], int]]:

@@ -41,7 +41,8 @@ async def serve_until_stopped(
     from localllm.cli.compose.api_keys import key_path
     from localllm.cli.serve.decode_speed import DecodeSpeedWatch
     from localllm.cli.serve.listening import from_elsewhere
-    from localllm.server.models.unloading import memory_is_short, unload_idle
+    from localllm.memory.guard import memory_is_short
+    from localllm.server.models.unloading import unload_idle
 
     def say(text: str) -> None:
         if not quiet:

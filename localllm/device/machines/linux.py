@@ -11,6 +11,8 @@ from localllm.device.parsers import hexadecimal, integer, linux
 from localllm.device.parsers.gpus import AmdGpu, NvidiaGpu, amd_gpus, environment, marketing_name, visible, vulkaninfo
 from localllm.device.table import DeviceRow
 from localllm.device.types import Accelerator, Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
+from localllm.memory.account import shared_pool
+from localllm.memory.linux import LinuxMemory, MemInfo
 
 GIB = 1 << 30
 _ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
@@ -20,9 +22,8 @@ _ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
 class _System:
     """What every Linux Device starts from: the system's own memory and processor."""
 
-    memory: linux.MemInfo
-    total_bytes: int
-    available_bytes: int
+    memory: LinuxMemory
+    machine: MemInfo
     cpu: linux.CpuInfo
     told_bandwidth: Figure | None
     base: Device
@@ -54,21 +55,23 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 
 
 def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
-    memory = linux.meminfo(readings.file("/proc/meminfo"))
-    if memory is None:
+    memory = LinuxMemory(readings.file)
+    machine = memory.machine()
+    if machine is None:
         raise DeviceUnreadableError("/proc/meminfo has no MemTotal, so the memory of this machine is unknown")
-    limit = linux.cgroup(readings)
-    total, available, why = usable.in_container(memory.total_bytes, memory.available_bytes, limit)
+    pool, is_limited = _pool(memory)
     cpu = linux.cpuinfo(readings.file("/proc/cpuinfo"))
     findings = []
-    if why:
-        message = f"this container may use {total / GIB:.1f} GiB of the host's {memory.total_bytes / GIB:.1f} GiB"
+    if is_limited:
+        message = (
+            f"this container may use {pool.total_bytes / GIB:.1f} GiB of the host's {machine.total_bytes / GIB:.1f} GiB"
+        )
         findings.append(Finding("info", message, "start it with a larger memory limit (docker run --memory …)"))
     if linux.is_wsl(readings):
         findings.append(
             Finding(
                 "info",
-                f"WSL sees {memory.total_bytes / GIB:.1f} GiB of this PC's memory (half of it unless told otherwise)",
+                f"WSL sees {machine.total_bytes / GIB:.1f} GiB of this PC's memory (half of it unless told otherwise)",
                 "set [wsl2] memory= in %UserProfile%\\.wslconfig, then wsl --shutdown",
             )
         )
@@ -83,7 +86,7 @@ def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
         kind="system",
         accelerator="cpu",
         family="CPU",
-        memory=usable.shared_pool(total, available, why or "/proc/meminfo MemAvailable"),
+        memory=pool,
         bandwidth_gbps=ram_bandwidth or told,
         os="Linux (WSL2)" if linux.is_wsl(readings) else "Linux",
         cpu=cpu.name,
@@ -91,7 +94,18 @@ def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
         cpu_vectors=cpu.vectors,
         findings=tuple(findings),
     )
-    return _System(memory, total, available, cpu, told, base)
+    return _System(memory, machine, cpu, told, base)
+
+
+def _pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tuple[Memory, bool]:
+    """The account of system memory, and whether a container's limit makes it smaller: /proc/meminfo shows the host's. Where huge
+    pages are reserved (`huge_free_bytes`), those alone can hold a model on some boards."""
+    smallest = memory.smallest_limit()
+    source = "/proc/meminfo MemAvailable" if huge_free_bytes is None else "/proc/meminfo HugePages_Free"
+    if smallest is not None:
+        source = f"limited by {smallest[1]}"
+    available = memory.available_bytes(machine_bytes=huge_free_bytes)
+    return shared_pool(memory.total_bytes() or 0, available or 0, source), smallest is not None
 
 
 def _ram_bandwidth(readings: Readings, cpu: linux.CpuInfo) -> Figure | None:
@@ -138,7 +152,7 @@ def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: _System) -> bo
         return False
     if gpu.bus_bits is not None:
         return False
-    near = gpu.total_bytes is not None and gpu.total_bytes >= 0.9 * system.memory.total_bytes
+    near = gpu.total_bytes is not None and gpu.total_bytes >= 0.9 * system.machine.total_bytes
     return gpu.total_bytes is None or gpu.addressing == "ats" or near
 
 
@@ -161,7 +175,7 @@ def _jetson_row(readings: Readings, board: str, system: _System) -> DeviceRow | 
         return None
     found = [row for row in table.rows() if row.family == "Jetson" and kind in row.name.lower()]
     # A module shows a few per cent less than it has: the smallest size that holds MemTotal.
-    fitting = [row for row in found if row.memory_gb and row.memory_gb[0] * GIB >= system.memory.total_bytes]
+    fitting = [row for row in found if row.memory_gb and row.memory_gb[0] * GIB >= system.machine.total_bytes]
     if not fitting:
         return None
     size = min(row.memory_gb[0] for row in fitting)
@@ -189,10 +203,9 @@ def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRo
     if row is not None and row.family == "GB10":
         name = f"NVIDIA GB10 ({product})" if product else "NVIDIA GB10"
     memory = system.base.memory
-    if (huge := system.memory.huge_free_bytes) is not None:
+    if system.machine.huge_free_bytes is not None:
         # Only reserved pages can hold a model here: https://github.com/ggml-org/llama.cpp/pull/17368
-        total, available, why = usable.in_container(system.memory.total_bytes, huge, linux.cgroup(readings))
-        memory = usable.shared_pool(total, available, why or "/proc/meminfo HugePages_Free")
+        memory, _ = _pool(system.memory, system.machine.huge_free_bytes)
     return replace(
         system.base,
         name=name or gpu.name,
@@ -243,7 +256,7 @@ def _amd(readings: Readings, system: _System) -> Device | None:
         return None
     gpu = max(gpus, key=lambda g: g.vram_total_bytes + g.gtt_total_bytes)
     row = _apu_row(system.cpu.name, gpu)
-    memory = usable.apu(gpu, system.total_bytes, system.available_bytes)
+    memory = usable.apu(gpu, system.base.memory.total_bytes, system.memory.available_bytes() or 0)
     accelerator: Accelerator = "rocm" if row is not None and row.accelerator == "rocm" else "vulkan"
     if accelerator == "rocm":
         larger = usable.carve_out_alone if gpu.vram_total_bytes >= gpu.gtt_total_bytes else usable.gtt_alone
@@ -299,7 +312,7 @@ def _amd_card(readings: Readings, gpu: AmdGpu) -> Card:
 
 def _gtt_findings(gpu: AmdGpu, system: _System, row: DeviceRow | None) -> list[Finding]:
     """Advice where the kernel lets the GPU map much less RAM than there is."""
-    installed = system.memory.total_bytes + gpu.vram_total_bytes
+    installed = system.machine.total_bytes + gpu.vram_total_bytes
     reach = gpu.vram_total_bytes + gpu.gtt_total_bytes
     found = []
     if reach < 0.75 * installed and installed >= 24 * GIB:
@@ -311,7 +324,7 @@ def _gtt_findings(gpu: AmdGpu, system: _System, row: DeviceRow | None) -> list[F
                 f'add "ttm.pages_limit={pages}" to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot',
             )
         )
-    if gpu.vram_total_bytes > 16 * GIB and gpu.vram_total_bytes > system.memory.total_bytes:
+    if gpu.vram_total_bytes > 16 * GIB and gpu.vram_total_bytes > system.machine.total_bytes:
         found.append(
             Finding(
                 "info",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from localllm.device import table, usable
 from localllm.device.parsers import macos
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Readings
+from localllm.memory.account import shared_pool
 
 GIB = 1 << 30
 
@@ -104,7 +105,7 @@ def _without_gpu(
         kind="system",
         accelerator="cpu",
         family="CPU",
-        memory=usable.shared_pool(total, total // 2 if available is None else available, "hw.memsize, vm_stat"),
+        memory=shared_pool(total, total // 2 if available is None else available, "hw.memsize, vm_stat"),
         bandwidth_gbps=bandwidth,
         os="macOS",
         cpu=mac.chip,

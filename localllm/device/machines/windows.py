@@ -8,6 +8,7 @@ from localllm.device import cpus, table, usable
 from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine, ram_disagrees
 from localllm.device.parsers import integer, windows
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
+from localllm.memory.account import shared_pool
 
 GIB = 1 << 30
 
@@ -28,7 +29,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         kind="system",
         accelerator="cpu",
         family="CPU",
-        memory=usable.shared_pool(total, available, "GlobalMemoryStatusEx"),
+        memory=shared_pool(total, available, "GlobalMemoryStatusEx"),
         bandwidth_gbps=ram_bandwidth or told,
         os="Windows",
         cpu=cpu,

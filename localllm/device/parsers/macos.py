@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.device.parsers import integer, key_values
-from localllm.headroom import mac_available_bytes
+from localllm.memory.macos import available_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
 def memory(total_bytes: int, sysctl: str, pages: str) -> MacMemory:
     """What of `total_bytes` can be had: by kern.memorystatus_level, else by the `pages` of vm_stat that it is counted from."""
     level = integer(key_values(sysctl).get("kern.memorystatus_level"))
-    to_be_had = mac_available_bytes(total_bytes, level)
+    to_be_had = available_bytes(total_bytes, level)
     if to_be_had is None and (counted := vm_stat(pages, _TO_BE_HAD)) is not None:
         to_be_had = min(counted, total_bytes)
     return MacMemory(vm_stat(pages), to_be_had)

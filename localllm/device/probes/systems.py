@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from localllm.device.accelerators import KINDS
-from localllm.device.parsers.linux import cgroup_paths
 from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import DeviceUnreadableError, Readings
+from localllm.memory.linux import files_to_read
 
 # What hides GPUs from the programs that are started here, and how CUDA counts them.
 _ENVIRONMENT = (*(name for kind in KINDS.values() for name in kind.hidden_by), "CUDA_DEVICE_ORDER")
@@ -45,7 +45,7 @@ _CARD_FILES = (
 def linux_readings(architecture: str) -> Readings:
     """Everything a Linux Device is identified from."""
     files = {path: text for path in _paths() if (text := read_text(path)) is not None}
-    for path in cgroup_paths(files.get("/proc/self/cgroup", "")):
+    for path in files_to_read(files.get("/proc/self/cgroup", "")):
         text = read_text(path)
         if text is not None:
             files[path] = text

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from localllm.engine.host.memory import Available, check_before_load
 from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
 from localllm.engine.worker.pipe import JsonProcess
 from localllm.engine.worker.supervisor import HANG_S, ProcessEngine, Pulse, worker_environment
+from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadSpec, MemoryReport, ModelInfo
 
 

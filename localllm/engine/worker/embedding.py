@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from localllm import errors
-from localllm.engine.host.memory import Available, check_before_load
 from localllm.engine.messages import Event, Failure, Request
 from localllm.engine.worker.pipe import ChildPipe, JsonProcess, Message
 from localllm.engine.worker.supervisor import HANG_S, ProcessEngine, worker_environment
+from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadError, ModelInfo
 
 # What the host keeps to itself.

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from localllm.engine.host.memory import Available
 from localllm.engine.worker.pipe import JsonProcess
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError, WorkerDiedError
+from localllm.memory.guard import Available
 from localllm_backends.contract import ModelInfo
 
 # A model that crashes at once must not be reloaded in a tight loop.

@@ -98,12 +98,3 @@ async def unload_idle(
             closed_at[model.name] = used
             log.info("unloading %s after %.0f s without a request", model.name, now - used)
             await model.unload()
-
-
-def memory_is_short() -> bool:
-    """Whether less memory is free than the memory guard reserves for the system."""
-    from localllm.engine.host.memory import SystemMemory, headroom_bytes, judge, process_and_children
-
-    memory = SystemMemory(process_and_children)
-    told = memory.pressure()
-    return (told or judge(memory.available_bytes(), headroom_bytes(memory.total_bytes))) != "none"

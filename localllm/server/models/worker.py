@@ -12,6 +12,7 @@ from typing import Any
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import EngineClient, Host
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
+from localllm.memory.verdict import Part, verdict
 from localllm_backends.contract import LOAD_NOTES, ModelInfo
 
 log = logging.getLogger("localllm.server")
@@ -53,7 +54,7 @@ class ModelAdmission:
         async with self._lock:
             if model in self._admitted:
                 return
-            if model.needs_bytes > self.limit_bytes:
+            if not self._has_room(model, self.limit_bytes):
                 raise DoesNotFitError(
                     f"{model.name} needs {_gb(model.needs_bytes)}, and models may take {_gb(self.limit_bytes)} here",
                     hint="serve it with a smaller --context, or a smaller quant",
@@ -75,10 +76,15 @@ class ModelAdmission:
     async def fits(self, model: ModelWorker) -> bool:
         """Whether `model` could be loaded now without unloading another."""
         if model in self._admitted or not self._admitted:
-            return model.needs_bytes <= self.limit_bytes
-        if self.held_bytes + model.needs_bytes > self.limit_bytes:
-            return False
-        return self._available is None or model.needs_bytes <= await self._free()
+            return self._has_room(model, self.limit_bytes)
+        left = self.limit_bytes - self.held_bytes
+        if self._available is None or not self._has_room(model, left):
+            return self._has_room(model, left)
+        return self._has_room(model, await self._free())
+
+    @staticmethod
+    def _has_room(model: ModelWorker, free_bytes: int) -> bool:
+        return not verdict([Part("memory", model.needs_bytes, free_bytes, free_bytes)]).lacking
 
     async def _free(self) -> int:
         assert self._available is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 OURS = ("localllm", "localllm_backends", "localllm_catalog", "localllm_tui")
 # How this machine is looked at (device) and computed on (backends) stays this system's: there are no others here.
-STILL_HERE = ("localllm.device", "localllm_backends", "localllm.engine.host.memory")
+STILL_HERE = ("localllm.device", "localllm_backends", "localllm.memory")
 NOT_THERE = {
     "os": {
         "getuid", "geteuid", "getgid", "getegid", "getpgid", "killpg", "fork", "setsid", "sched_getaffinity", "sched_setaffinity",

@@ -1,4 +1,4 @@
-"""What the system keeps of its memory, and what macOS says of it: one rule for whoever plans, loads or runs a model."""
+"""What macOS says of its memory, by sysctl(3)."""
 
 from __future__ import annotations
 
@@ -8,36 +8,18 @@ from collections.abc import Callable
 from typing import Literal
 
 Pressure = Literal["none", "shrink", "hold"]
-
-_MIB = 2**20
-# A GB10 that fills its pool freezes rather than failing an allocation (seen at 97 %): 5 % stay free.
-# https://docs.nvidia.com/dgx/dgx-spark/known-issues.html
-_HEADROOM_SHARE = 0.05
-# A desktop's own bursts (a browser tab, a compiler) are of this size on machines of any size …
-_LEAST_HEADROOM_BYTES = 512 * _MIB
-# … but a board of 1 or 2 GiB could load nothing if it kept that much.
-_MOST_HEADROOM_SHARE = 0.125
-
-
-def headroom_bytes(total_bytes: int | None) -> int:
-    """Bytes kept for the system out of `total_bytes` of memory: 5 %, at least 512 MiB but at most an eighth.
-
-    0 where the total is unknown: then only the plan decides."""
-    if not total_bytes:
-        return 0
-    return int(min(max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes), _MOST_HEADROOM_SHARE * total_bytes))
-
+"""How short memory is: "shrink": caches give back; "hold": besides, nothing that takes memory is begun."""
 
 # What kern.memorystatus_vm_pressure_level says: 1 normal, 2 warn, 4 critical (xnu, kern_memorystatus_notify.c).
 _PRESSURE: dict[int, Pressure] = {1: "none", 2: "shrink", 4: "hold"}
 
 
-def mac_pressure(level: int | None) -> Pressure | None:
+def pressure(level: int | None) -> Pressure | None:
     """What macOS's own level means for a running engine; None where it says nothing that is known."""
     return None if level is None else _PRESSURE.get(level)
 
 
-def mac_available_bytes(total_bytes: int, level_percent: int | None) -> int | None:
+def available_bytes(total_bytes: int, level_percent: int | None) -> int | None:
     """Bytes that can be had on a Mac: `kern.memorystatus_level` of its RAM, which counts what macOS compresses for others
     (memory_pressure prints it as "System-wide memory free percentage"); None where that is unknown."""
     if level_percent is None or not 0 <= level_percent <= 100:
@@ -45,7 +27,7 @@ def mac_available_bytes(total_bytes: int, level_percent: int | None) -> int | No
     return total_bytes * level_percent // 100
 
 
-def mac_sysctl(name: str) -> int | None:
+def sysctl(name: str) -> int | None:
     """One number of sysctl(3) in under a microsecond; None on another system, or where there is none of that name."""
     if sys.platform != "darwin":
         return None

@@ -1,0 +1,92 @@
+"""The account of one place where a model's bytes may lie: what it has, what is kept, what others have, what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Basis = Literal["measured", "reported", "datasheet", "derived", "assumed", "given"]
+"""How a number is known."""
+
+_MIB = 2**20
+# A GB10 that fills its pool freezes rather than failing an allocation (seen at 97 %): 5 % stay free.
+# https://docs.nvidia.com/dgx/dgx-spark/known-issues.html
+_HEADROOM_SHARE = 0.05
+# A desktop's own bursts (a browser tab, a compiler) are of this size on machines of any size …
+_LEAST_HEADROOM_BYTES = 512 * _MIB
+# … but a board of 1 or 2 GiB could load nothing if it kept that much.
+_MOST_HEADROOM_SHARE = 0.125
+
+
+def headroom_bytes(total_bytes: int | None) -> int:
+    """Bytes kept for the system out of `total_bytes` of memory: 5 %, at least 512 MiB but at most an eighth.
+
+    0 where the total is unknown: then only the plan decides."""
+    if not total_bytes:
+        return 0
+    return int(min(max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes), _MOST_HEADROOM_SHARE * total_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The account of one place (a card, a pool that CPU and GPU share, system memory), in bytes.
+
+    total: installed. limit: the most a model may ever use (hard). available: what is free now (soft, <= limit). system: what
+    the system or the driver keeps, a card's margin included. others: what programs have now that a model can't have.
+    carve_out: what of it is free but no system memory, as a BIOS gave it to a processor's graphics.
+    """
+
+    total_bytes: int
+    limit_bytes: int
+    available_bytes: int
+    basis: Basis
+    source: str = ""
+    system_bytes: int = 0
+    others_bytes: int = 0
+    carve_out_bytes: int = 0
+
+    @property
+    def loadable_bytes(self) -> int:
+        """The most that may be loaded now: of a card less than is available, as its margin stays free."""
+        return max(0, min(self.limit_bytes, self.total_bytes - self.system_bytes - self.others_bytes))
+
+    def account(self) -> str:
+        """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9 GB for a model"."""
+        kept = [f"the system keeps {_gb(self.system_bytes)}"] if self.system_bytes else []
+        kept += [f"others have {_gb(self.others_bytes)}"] if self.others_bytes else []
+        most = self.total_bytes - self.system_bytes - self.others_bytes
+        kept += [f"{self.source} allows {_gb(self.limit_bytes)}"] if self.limit_bytes < most else []
+        return (
+            f"of {_gb(self.total_bytes)} {' and '.join(kept) or 'all is free'}: {_gb(self.loadable_bytes)} for a model"
+        )
+
+
+def _gb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB"
+
+
+def shared_pool(total_bytes: int, available_bytes: int, source: str, headroom: int | None = None) -> Memory:
+    """System memory, or one that CPU and GPU share (GB10, Jetson): all of it but the headroom, now what is available but that.
+
+    `available_bytes` must include reclaimable page cache (MemAvailable, never MemFree). `headroom`: bytes that are kept
+    (None: by the machine's size).
+    """
+    keep = headroom_bytes(total_bytes) if headroom is None else headroom
+    limit, others = max(total_bytes - keep, 0), max(total_bytes - available_bytes, 0)
+    now = max(min(available_bytes - keep, limit), 0)
+    return Memory(total_bytes, limit, now, "reported", source, keep, others)
+
+
+def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
+    """The account where `n_bytes` are kept, for whatever was assumed to be, beside what others have."""
+    keep = min(n_bytes, memory.total_bytes)
+    limit = max(0, min(memory.limit_bytes + memory.system_bytes, memory.total_bytes) - keep)
+    now = max(0, min(memory.total_bytes - keep - others_bytes, limit))
+    return replace(memory, limit_bytes=limit, available_bytes=now, system_bytes=keep, others_bytes=others_bytes)
+
+
+def with_released(memory: Memory, n_bytes: int) -> Memory:
+    """The account when `n_bytes` that others have were free."""
+    freed = min(max(n_bytes, 0), memory.others_bytes)
+    now = min(memory.limit_bytes, memory.available_bytes + freed)
+    return replace(memory, others_bytes=memory.others_bytes - freed, available_bytes=now)

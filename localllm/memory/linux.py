@@ -1,0 +1,184 @@
+"""Linux's memory as this process has it: /proc/meminfo, under the limits of its control groups (cgroups v1 and v2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ReadText = Callable[[str], str]
+"""The text of a file; "" where there is none."""
+
+MEMINFO, OWN_GROUPS = "/proc/meminfo", "/proc/self/cgroup"
+# cgroup v1 prints the largest page-aligned int64 when there is no limit.
+_UNLIMITED = 1 << 62
+# Longer than any real figure; int() of a million digits is slow.
+_MOST_DIGITS = 20
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def read_text(path: str) -> str:
+    """The file on this machine."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemInfo:
+    """/proc/meminfo in bytes. `available_bytes` includes page cache the kernel can drop; `huge_free_bytes` are the free ones
+    of the huge pages that somebody reserved (None: nobody did). None where the kernel does not say."""
+
+    total_bytes: int
+    available_bytes: int | None
+    huge_free_bytes: int | None = None
+
+
+def meminfo(text: str) -> MemInfo | None:
+    """/proc/meminfo; None without a usable MemTotal.
+
+    MemFree is never used alone: it counts page cache as taken. MemAvailable leaves reserved huge pages out, as they are
+    nobody's who did not ask for them. Kernels before 3.14 and WSL 1 have none: there it is what is free and cached, but for
+    shared memory, which is counted as cache and can't be dropped (free(1), before it knew MemAvailable).
+    """
+    values: dict[str, int] = {}
+    for name, number in _numbers(text):
+        values.setdefault(name, number)
+    total = values.get("MemTotal", 0) * 1024
+    if total <= 0:
+        return None
+    available = values.get("MemAvailable")
+    if available is None and "MemFree" in values:
+        cached = values.get("Cached", 0) + values.get("Buffers", 0) - values.get("Shmem", 0)
+        available = values["MemFree"] + max(cached, 0)
+    has_huge_pages = values.get("HugePages_Total", 0) > 0
+    huge_free = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024
+    available_bytes = None if available is None else min(available * 1024, total)
+    return MemInfo(total, available_bytes, min(huge_free, total) if has_huge_pages else None)
+
+
+def _number(text: str) -> int:
+    """The number that is all of `text`; 0 where it is none, or one that nobody has."""
+    digits = text.strip("\x00 \t\r\n")
+    return int(digits) if digits.isdecimal() and len(digits) <= _MOST_DIGITS else 0
+
+
+def _numbers(text: str) -> Iterator[tuple[str, int]]:
+    """The first number behind each name, where there is one and it is none below zero."""
+    for line in text.splitlines():
+        name, _, rest = line.replace(":", " ").strip().partition(" ")
+        value = rest.split()
+        if value and value[0].isdecimal() and len(value[0]) <= _MOST_DIGITS:
+            yield name, int(value[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """A group of processes whose memory may be limited. The page cache charged to it is reclaimed before anything is ended:
+    `max - current` under-estimates what is free after a model was read twice.
+
+    Files: kernel.org, cgroup-v2 (memory.max) and cgroup-v1 memory (memory.limit_in_bytes).
+    """
+
+    folder: str
+    is_v1: bool
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return ("memory.limit_in_bytes", "memory.usage_in_bytes") if self.is_v1 else ("memory.max", "memory.current")
+
+    @property
+    def limit_file(self) -> str:
+        return f"{self.folder}/{self._names[0]}"
+
+    @property
+    def files(self) -> tuple[str, str, str]:
+        """What has to be read of it: its limit, what is used, and of that the caches."""
+        return self.limit_file, f"{self.folder}/{self._names[1]}", f"{self.folder}/memory.stat"
+
+    def limit_bytes(self, read: ReadText) -> int | None:
+        """Its limit; None where it has none."""
+        limit = _number(read(self.limit_file))
+        return limit if 0 < limit < _UNLIMITED else None
+
+    def free_bytes(self, read: ReadText) -> int | None:
+        """What is left of its limit, caches apart; None where it has none."""
+        limit = self.limit_bytes(read)
+        if limit is None:
+            return None
+        _, used_file, stat_file = self.files
+        used = _number(read(used_file))
+        stat = dict(_numbers(read(stat_file)))
+        prefix = "total_" if self.is_v1 else ""  # v1: with the groups below
+        caches = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+        return max(0, limit - max(0, used - caches))
+
+
+def control_groups(own_groups: str) -> list[ControlGroup]:
+    """Every group whose limit binds this process, from its own up to both roots. Inside a container the path of
+    /proc/self/cgroup may not exist; the roots always do."""
+    found: list[ControlGroup] = []
+    for line in own_groups.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = "/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup"
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for depth in range(len(parts), -1, -1):
+            found.append(ControlGroup("/".join([root, *parts[:depth]]), bool(controllers)))
+    roots = [ControlGroup("/sys/fs/cgroup", False), ControlGroup("/sys/fs/cgroup/memory", True)]
+    return found + [root for root in roots if root not in found]
+
+
+def files_to_read(own_groups: str) -> list[str]:
+    """The files that a recording has to hold so that `LinuxMemory` can be read from it."""
+    return [name for group in control_groups(own_groups) for name in group.files]
+
+
+class LinuxMemory:
+    """The memory of this process: the machine's, or what its container leaves. Which groups are limited is asked once: a look
+    then reads nothing for the others."""
+
+    def __init__(self, read: ReadText = read_text) -> None:
+        self._read = read
+        groups = control_groups(read(OWN_GROUPS))
+        self._groups = [group for group in groups if group.limit_bytes(read) is not None]
+
+    def machine(self) -> MemInfo | None:
+        """The whole machine's; None where it does not say."""
+        return meminfo(self._read(MEMINFO))
+
+    def smallest_limit(self) -> tuple[int, str] | None:
+        """The smallest limit below the machine's own memory, and the file that says it; None where nothing limits us."""
+        machine = self.machine()
+        limits = [(group.limit_bytes(self._read), group.limit_file) for group in self._groups]
+        known = [(limit, file) for limit, file in limits if limit is not None]
+        smallest = min(known, default=None)
+        return None if machine is None or smallest is None or smallest[0] >= machine.total_bytes else smallest
+
+    def total_bytes(self) -> int | None:
+        machine, smallest = self.machine(), self.smallest_limit()
+        if machine is None:
+            return None
+        return machine.total_bytes if smallest is None else smallest[0]
+
+    def available_bytes(self, users: Iterable[int] = (), machine_bytes: int | None = None) -> int | None:
+        """What can be taken now without swapping. The files that the processes `users` have mapped count as taken: the kernel
+        reports a page of mapped weights as available, yet taking it would make the next token wait for the disk.
+        `machine_bytes`: what the machine has free, where that is not MemAvailable."""
+        if machine_bytes is None:
+            machine = self.machine()
+            machine_bytes = None if machine is None else machine.available_bytes
+        if machine_bytes is None:
+            return None
+        free = [machine_bytes]
+        free += [left for left in (group.free_bytes(self._read) for group in self._groups) if left is not None]
+        return max(0, min(free) - sum(self._mapped_bytes(pid) for pid in users))
+
+    def _mapped_bytes(self, pid: int) -> int:
+        """Resident pages of mapped files (and shared memory): proc(5), /proc/pid/statm, third field."""
+        fields = self._read(f"/proc/{pid}/statm").split()
+        return int(fields[2]) * _PAGE_BYTES if len(fields) > 2 else 0

@@ -1,0 +1,93 @@
+"""The one reader of this system's memory: how much there is, what can be taken now, and what the system says of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from localllm.memory import macos
+from localllm.memory.account import Memory, shared_pool
+from localllm.memory.linux import MEMINFO, LinuxMemory, ReadText, read_text
+
+
+def own_process() -> Iterable[int]:
+    return (os.getpid(),)
+
+
+def process_and_children() -> Iterable[int]:
+    """This process and those it started: a server and its workers."""
+    import psutil
+
+    return (os.getpid(), *(child.pid for child in psutil.Process().children()))
+
+
+class SystemMemory:
+    """The system's memory, read cheaply: on Linux from /proc and this process's control groups, elsewhere through psutil.
+
+    `users` names the processes whose mapped files count as taken (localllm/memory/linux.py): Linux alone reports them as free.
+    """
+
+    def __init__(
+        self,
+        users: Callable[[], Iterable[int]] = own_process,
+        read: ReadText = read_text,
+        sysctl: Callable[[str], int | None] = macos.sysctl,
+    ) -> None:
+        self._users = users
+        self._sysctl = sysctl
+        self._linux = LinuxMemory(read) if read(MEMINFO) else None
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Memory this process may use: the machine's, or its container's."""
+        if self._linux is not None:
+            return self._linux.total_bytes()
+        return self._sysctl("hw.memsize") or int(_psutil_memory().total)
+
+    def available_bytes(self) -> int | None:
+        """What can be taken now without swapping; None if the system does not say."""
+        if self._linux is not None:
+            return self._linux.available_bytes(self._users())
+        # psutil's figure on macOS is free and inactive memory, about half of what can be had.
+        on_mac = macos.available_bytes(self.total_bytes or 0, self._sysctl("kern.memorystatus_level"))
+        return int(_psutil_memory().available) if on_mac is None else on_mac
+
+    def pressure(self) -> macos.Pressure | None:
+        """What the system itself says of its memory; None where it says nothing (all but macOS)."""
+        if self._linux is not None:
+            return None
+        return macos.pressure(self._sysctl("kern.memorystatus_vm_pressure_level"))
+
+    def account(self, headroom: int | None = None) -> Memory | None:
+        """The account of system memory, of which `headroom` bytes stay with the system (None: by its size); None where the
+        system does not say."""
+        total, available = self.total_bytes, self.available_bytes()
+        if total is None or available is None:
+            return None
+        return shared_pool(total, available, "the system", headroom)
+
+
+def _psutil_memory() -> Any:
+    import psutil
+
+    return psutil.virtual_memory()
+
+
+def free_for_models(headroom: int | None = None) -> int | None:
+    """Bytes of system memory that models may take now: all but `headroom` bytes (None: by the machine's size). None if the
+    system does not say, or nothing is to be kept for it (0), so that only the plan decides."""
+    account = SystemMemory(process_and_children).account(headroom)
+    return None if account is None or not account.system_bytes else account.available_bytes
+
+
+def return_to_system() -> None:
+    """Hand freed memory back: glibc keeps what it was given for the next allocation. Other systems' allocators return
+    blocks of this size by themselves. malloc_trim(3)."""
+    if not sys.platform.startswith("linux"):
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl
+    if trim is not None:
+        trim(0)
