@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 import localllm
-from localllm.errors import BusyError, LocalLLMError
+from localllm.errors import LocalLLMError
 from localllm.server.dialects import openapi, rerank
 from localllm.server.dialects.anthropic import routes as anthropic
 from localllm.server.dialects.llamacpp import routes as llamacpp
@@ -22,13 +22,12 @@ from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.responses import routes as responses
 from localllm.server.dialects.systemone import routes as systemone
 from localllm.server.http.accounts import caller, label, used_lines
-from localllm.server.http.asgi import OWN_SEND, WRITE, App, Message, Receive, Scope, Send
-from localllm.server.http.errors import MethodError, RouteNotFoundError, envelope, headers_of, internal, log_failure
-from localllm.server.http.gate import SecurityGate, refuse
+from localllm.server.http.edge import EdgeMiddleware
+from localllm.server.http.errors import MethodError, RouteNotFoundError, envelope, headers_of, internal
+from localllm.server.http.gate import SecurityGate
 from localllm.server.http.settings import ServerSettings
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.served import ModelStore
-from localllm.server.proxy.middleware import ProxyMiddleware
 from localllm.server.serving import Server
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -54,44 +53,6 @@ class CsvResponse(PlainTextResponse):
     media_type = "text/csv"
 
 
-class EdgeMiddleware:
-    """ASGI middleware: strips trailing slashes, answers HEAD as GET without a body, and turns unexpected exceptions into
-    an error object that says nothing about internals."""
-
-    def __init__(self, app: App) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        headers_only = scope["type"] == "http" and scope["method"] == "HEAD"
-        if headers_only:
-            scope = {name: value for name, value in scope.items() if name not in (OWN_SEND, WRITE)} | {"method": "GET"}
-        started = ended = False
-
-        async def sending(message: Message) -> None:
-            nonlocal started, ended
-            if headers_only and message["type"] == "http.response.body":
-                # End at once: an event stream may have no end.
-                if not ended:
-                    ended = True
-                    await send({"type": "http.response.body", "body": b""})
-                return
-            started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, sending)
-        except asyncio.CancelledError:
-            if scope["type"] == "http" and not started:  # the server stops
-                await refuse(scope, send, BusyError("the server is stopping", hint="send the request again later"))
-            raise
-        except Exception as e:
-            log_failure(e)
-            if not started:
-                await refuse(scope, send, internal(e))
-
-
 def create_app(
     models: ModelRouter,
     *,
@@ -113,6 +74,9 @@ def create_app(
     server = Server(models, settings, store)
     app.state.server = server
     if models.upstreams is not None:
+        # Imported late: it loads an HTTP client.
+        from localllm.server.proxy.middleware import ProxyMiddleware
+
         app.add_middleware(
             ProxyMiddleware,
             upstreams=models.upstreams,

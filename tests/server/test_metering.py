@@ -150,7 +150,7 @@ def test_the_front_of_a_pool_counts_by_key() -> None:
         assert f"anna,1,0,{n['prompt_tokens']},0,{n['completion_tokens']},0" in table
         counters = front.http.get("/metrics", headers=as_owner).text
         assert 'localllm_key_requests_total{key="anna"} 1' in counters
-        assert 'localllm_pool_up{box="0"} 1' in counters
+        assert 'localllm_pool_active{box="0"} 0' in counters
         assert front.http.get("/usage.csv").status_code == 401
 
 
@@ -166,4 +166,4 @@ def test_a_refusal_of_every_server_comes_back_as_it_is() -> None:
         assert through.status_code == 503
         assert through.headers["retry-after"] == "77"
         assert "the queue is full" in through.json()["error"]["message"]
-        assert front.front.retried == 1
+        assert [server.app.state.server.requests for server in behind] == [1, 1]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import socket
 
     from localllm.server.http.settings import ServerSettings
-    from localllm.server.proxy.affinity import PoolNode
+    from localllm.server.proxy.pool import PoolNode
     from localllm.settings import Settings
 
 
@@ -29,7 +29,7 @@ def nodes(settings: Settings) -> list[PoolNode]:
     from urllib.parse import urlsplit
 
     from localllm.cli.compose.upstreams import checked_url
-    from localllm.server.proxy.affinity import PoolNode
+    from localllm.server.proxy.pool import PoolNode
 
     found: dict[str, PoolNode] = {}
     for text in settings.value("pool"):
@@ -47,27 +47,19 @@ async def serve_pool(
     settings: Settings, secured: ServerSettings, socks: Sequence[socket.socket], address: str, *, quiet: bool
 ) -> None:
     """Serve the pool on `socks` until cancelled, and say on stderr where, unless `quiet`."""
-    import asyncio
     import sys
 
     from localllm.cli.serve.run import stop_when_terminated
     from localllm.server.http.run import serve_on
-    from localllm.server.proxy.affinity import NodePool
-    from localllm.server.proxy.pool_app import create_pool_app
+    from localllm.server.proxy.pool import create_pool_app
 
     stop_when_terminated()
-    pool = NodePool(nodes(settings))
-    app, front = create_pool_app(pool, secured, settings.value("pool_key"))
+    app, front = create_pool_app(nodes(settings), secured, settings.value("pool_key"))
     if secured.generated_key:
         print(f"API key (this address can be reached from other machines): {secured.api_key}", file=sys.stderr)
-    await front.check()
     if not quiet:
-        down = [node.name for node in pool.nodes if not node.up]
-        said = f"; not there yet: {', '.join(down)}" if down else ""
-        print(f"serving {len(pool.nodes)} servers on {address}  (Ctrl-C stops){said}", file=sys.stderr, flush=True)
-    watching = asyncio.create_task(front.run())
+        print(f"serving {len(front.nodes)} servers on {address}  (Ctrl-C stops)", file=sys.stderr, flush=True)
     try:
         await serve_on(app, socks, secured)
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await front.close()

@@ -9,13 +9,11 @@ from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 
-from localllm.errors import LocalLLMError
-from localllm.server.http.asgi import OWN_SEND, App, Receive, Scope, Send
-from localllm.server.http.gate import refuse
+from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.json_body import JsonBody, keep_body, read_body
 from localllm.server.http.settings import ServerSettings
-from localllm.server.proxy import relay
-from localllm.server.proxy.client import ProxyRequest, UpstreamClient, is_stream
+from localllm.server.proxy.client import ProxyRequest, UpstreamClient
+from localllm.server.proxy.relay import accepted, relay, until_disconnect
 from localllm.server.proxy.upstreams import RemoteModel, Upstream, Upstreams, names_a_model
 from localllm.server.proxy.usage_meter import meter_for
 
@@ -44,26 +42,19 @@ class ProxyMiddleware:
                 await self.refresh()
             await self.app(scope, receive, send)
             return
-        request = Request(scope, receive)
-        try:
-            body = await read_body(request, self._settings)
-            model = await self._remote_model(body)
-            if model is None:
-                keep_body(scope, body)
-                await self.app(scope, receive, send)
-                return
-            outgoing = self._outgoing(scope, model, body)
-            await relay.until_disconnect(receive, self._relay(outgoing, scope, send), outgoing.meter)
-        except LocalLLMError as e:
-            await refuse(scope, send, e)
+        body = await read_body(Request(scope, receive), self._settings)
+        model = await self._remote_model(body)
+        if model is None:
+            keep_body(scope, body)
+            await self.app(scope, receive, send)
+            return
+        outgoing = self._outgoing(scope, model, body)
+        await until_disconnect(receive, self._relay(outgoing, scope, send), outgoing.meter)
 
     async def _relay(self, outgoing: ProxyRequest, scope: Scope, send: Send) -> None:
         answer = await self._http.open(outgoing)
         try:
-            if is_stream(answer):
-                await relay.relay_stream(answer, outgoing, send, own_send=scope.get(OWN_SEND))
-            else:
-                await relay.send_whole(answer, outgoing, await relay.read_whole(answer, outgoing), send)
+            await relay(answer, outgoing, scope, send)
         finally:
             answer.close()
 
@@ -85,7 +76,6 @@ class ProxyMiddleware:
         raw = body.raw
         if name != model.theirs:
             raw = json.dumps({**body.value, "model": model.theirs}, ensure_ascii=False, separators=(",", ":")).encode()
-        accept = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"accept"), "*/*")
         upstream = model.upstream
         return ProxyRequest(
             upstream.name,
@@ -93,7 +83,7 @@ class ProxyMiddleware:
             raw,
             upstream.key,
             upstream.silence_s,
-            accept,
+            accepted(scope),
             meter=meter_for(scope["path"], body.value),
         )
 

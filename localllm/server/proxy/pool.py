@@ -1,0 +1,166 @@
+"""The front of a pool: hands each request to one of several servers of ours. It loads no model.
+
+The turns of a conversation go to one server, where its cache is, by hashing how it begins (rendezvous hashing): nothing is
+remembered, so that a restarted front, or a second one, decides alike. Other requests go to the server with the fewest
+running. One that can't serve a request hands it to the next, as long as nothing of an answer was sent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from starlette.requests import Request
+
+from localllm.errors import BusyError, RequestError
+from localllm.server.http.accounts import Accounts, caller, used_lines
+from localllm.server.http.asgi import App, Receive, Scope, Send
+from localllm.server.http.edge import EdgeMiddleware
+from localllm.server.http.gate import SecurityGate
+from localllm.server.http.json_body import read_body, send_text
+from localllm.server.http.settings import ServerSettings
+from localllm.server.proxy.client import ProxyRequest, UpstreamClient, UpstreamError
+from localllm.server.proxy.relay import accepted, relay, until_disconnect
+from localllm.server.proxy.usage_meter import UsageMeter, meter_for
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# A server that failed is asked last for so long.
+_FAILED_S = 5.0
+# A conversation stays on its server until that has so many more requests than the least loaded one.
+_CROWDED = 8
+# A server that answers so can't serve now, or does not have what is stored on another one.
+_REFUSED, _NOT_FOUND = (502, 503), 404
+_STORED_PATH = re.compile(r"/(v1/)?responses/resp_")
+# Of a prompt, what counts as its beginning: characters, or token ids.
+_HEAD = 512
+
+
+@dataclass
+class PoolNode:
+    """One server of the pool; `active` requests run there, and it failed last at `failed_s`."""
+
+    name: str
+    url: str
+    active: int = 0
+    failed_s: float = float("-inf")
+
+
+def conversation_key(body: Mapping[str, Any]) -> bytes | None:
+    """What the turns of a conversation have in common, in any dialect: the model, and all up to the first thing that the
+    user says. None where there is no prefix to find again."""
+    sent = body.get("messages") or body.get("prompt") or body.get("input")
+    if not isinstance(sent, (str, list)):
+        return None
+    head = sent[:_HEAD]
+    if isinstance(sent, list) and isinstance(sent[0], dict):
+        said = (i for i, message in enumerate(sent) if message.get("role") not in ("system", "developer"))
+        head = sent[: next(said, 0) + 1]
+    elif isinstance(sent, list) and "prompt" not in body:
+        return None  # texts to embed
+    return json.dumps([body.get("model"), head]).encode()
+
+
+def by_preference(nodes: Sequence[PoolNode], key: bytes | None, now_s: float) -> list[PoolNode]:
+    """The order in which `nodes` are asked for a conversation of that `key`."""
+    least = min(node.active for node in nodes)
+
+    def rank(node: PoolNode) -> tuple[bool, int, bytes]:
+        failed = now_s - node.failed_s < _FAILED_S
+        if key is None:
+            return failed, node.active, b""
+        crowding = node.active if node.active > least + _CROWDED else 0
+        return failed, crowding, blake2b(key + node.name.encode()).digest()
+
+    return sorted(nodes, key=rank)
+
+
+def create_pool_app(
+    nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None = None
+) -> tuple[App, PoolFront]:
+    """The ASGI application in front of `nodes`, behind our usual gate, and the front, to be closed. `key` is sent to the
+    nodes."""
+    front = PoolFront(nodes, settings, key)
+    return SecurityGate(EdgeMiddleware(front), settings, front.accounts), front
+
+
+class PoolFront:
+    """Relays requests; `/metrics` and `/usage.csv` are its own, as the servers know no key's name."""
+
+    def __init__(self, nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None) -> None:
+        self.nodes, self._settings, self._key = nodes, settings, key
+        self.accounts = Accounts(settings.keys, settings.api_key)
+        self._http = UpstreamClient()
+
+    async def close(self) -> None:
+        """Close the connections to the servers."""
+        await self._http.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["method"] == "GET" and scope["path"] == "/usage.csv":
+            await send_text(send, self.accounts.table(caller()), "text/csv; charset=utf-8")
+        elif scope["method"] == "GET" and scope["path"] == "/metrics":
+            await send_text(send, self._metrics(), METRICS_TYPE)
+        else:
+            await self._forward(scope, receive, send)
+
+    def _metrics(self) -> str:
+        active = [f'localllm_pool_active{{box="{node.name}"}} {node.active}' for node in self.nodes]
+        used = used_lines(self.accounts.seen_by(caller()))
+        return "\n".join(["# TYPE localllm_pool_active gauge", *active, *used]) + "\n"
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raw, key, meter = b"", None, UsageMeter()
+        stored = _STORED_PATH.match(scope["path"]) is not None
+        if scope["method"] == "POST":
+            body = await read_body(Request(scope, receive), self._settings)
+            raw, key, meter = body.raw, conversation_key(body.value), meter_for(scope["path"], body.value)
+            stored = stored or bool(body.value.get("previous_response_id"))
+        refused = (*_REFUSED, _NOT_FOUND) if stored else _REFUSED
+        nodes = by_preference(self.nodes, key, time.monotonic())
+
+        async def ask() -> None:
+            for node in nodes:
+                outgoing = self._outgoing(scope, node, raw, meter)
+                node.active += 1
+                try:
+                    answer = await self._http.open(outgoing)
+                    try:
+                        if answer.status in refused and node is not nodes[-1]:
+                            continue
+                        await relay(answer, outgoing, scope, send)
+                        return
+                    finally:
+                        answer.close()
+                except UpstreamError:
+                    node.failed_s = time.monotonic()
+                finally:
+                    node.active -= 1
+            meter.fail()
+            raise BusyError("no server of this pool answers", hint="see whether they run")
+
+        await until_disconnect(receive, ask(), meter)
+
+    def _outgoing(self, scope: Scope, node: PoolNode, raw: bytes, meter: UsageMeter) -> ProxyRequest:
+        query = scope.get("query_string", b"").decode("latin-1")
+        # As it was sent: a path that was unquoted could hold a question mark of its own.
+        path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+        if not path.startswith("/"):
+            raise RequestError("the path of a request begins with a slash")
+        url = node.url + path + (f"?{query}" if query else "")
+        return ProxyRequest(
+            node.name,
+            url,
+            raw,
+            self._key,
+            accept=accepted(scope),
+            method=scope["method"],
+            meter=meter,
+            silence_s=3600.0,
+        )
