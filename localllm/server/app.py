@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -21,30 +19,18 @@ from localllm.server.dialects.ollama import routes as ollama
 from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.responses import routes as responses
 from localllm.server.dialects.systemone import routes as systemone
-from localllm.server.http.accounts import caller, label, used_lines
+from localllm.server.http.accounts import caller
 from localllm.server.http.edge import EdgeMiddleware
 from localllm.server.http.errors import MethodError, RouteNotFoundError, envelope, headers_of, internal
 from localllm.server.http.gate import SecurityGate
+from localllm.server.http.prometheus import CONTENT_TYPE
 from localllm.server.http.settings import ServerSettings
+from localllm.server.metrics import render_metrics
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.served import ModelStore
 from localllm.server.serving import Server
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# These are counters, all others gauges.
-_COUNTERS = {
-    "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens", "generated_tokens",
-    "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
-    "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
-    "drafted_mtp_tokens", "accepted_mtp_tokens", "drafted_eagle3_tokens", "accepted_eagle3_tokens",
-    "drafted_dflash_tokens", "accepted_dflash_tokens", "drafted_assistant_tokens", "accepted_assistant_tokens",
-}  # fmt: skip
-# The memory guard's levels (localllm/memory/guard.py), one series each: exactly one is 1.
-_PRESSURES = ("none", "shrink", "hold")
-# Tokens whose KV was computed again (localllm/engine/host/metrics.py).
-_RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
-_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class CsvResponse(PlainTextResponse):
@@ -100,12 +86,8 @@ def create_app(
     @app.get("/metrics", tags=["server"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Counters in Prometheus' text format."""
-        page = await render_metrics(server)
-        if power is not None and caller().admin:
-            figures = await asyncio.to_thread(power)
-            for name, value in figures.items():
-                page += f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n{name} {value:.3f}\n"
-        return Response(page, media_type=CONTENT_TYPE)
+        figures = await asyncio.to_thread(power) if power is not None and caller().admin else {}
+        return Response(await render_metrics(server, figures), media_type=CONTENT_TYPE)
 
     @app.get("/usage.csv", tags=["server"], response_class=CsvResponse)
     async def usage() -> Response:
@@ -149,70 +131,14 @@ def _errors(app: FastAPI) -> None:
 def _methods(request: Request) -> list[str]:
     """The methods that the path of `request` answers."""
 
-    def answers(method: str) -> bool:
+    found = set()
+    for method in _METHODS:
         asked = {**request.scope, "method": method}
-        return any(route.matches(asked)[0] is Match.FULL for route in request.app.routes)
-
-    found = [method for method in _METHODS if answers(method)]
-    return sorted({*found, *(["HEAD"] if "GET" in found else [])})
+        if any(route.matches(asked)[0] is Match.FULL for route in request.app.routes):
+            found.add(method)
+    return sorted(found | {"HEAD"} if "GET" in found else found)
 
 
 def error_response(request: Request, error: LocalLLMError) -> JSONResponse:
     """`error` in the format of its path."""
     return JSONResponse(envelope(error, request.url.path), status_code=error.http_status, headers=headers_of(error))
-
-
-async def render_metrics(server: Server) -> str:
-    """The page: of a key with a name what it has used, for others all. Does not load a model that is not loaded."""
-    if not caller().admin:
-        return "\n".join(used_lines(server.accounts.seen_by(caller()))) + "\n"
-    lines = [
-        "# TYPE localllm_http_requests_total counter",
-        f"localllm_http_requests_total {server.requests}",
-        "# TYPE localllm_http_active gauge",
-        f"localllm_http_active {server.active}",
-        "# TYPE localllm_model_loaded gauge",
-    ]
-    snapshots = await _snapshots(server.models)
-    lines += [f'localllm_model_loaded{{model="{label(name)}"}} {int(bool(s))}' for name, s in snapshots.items()]
-    plain = {k for s in snapshots.values() for k, v in s.items() if isinstance(v, (int, float))}
-    for key in sorted(k for k in plain if not _RECOMPUTED.fullmatch(k)):
-        counter = key in _COUNTERS
-        metric = "localllm_" + _NAME.sub("_", key) + ("_total" if counter else "")
-        lines.append(f"# TYPE {metric} {'counter' if counter else 'gauge'}")
-        for name, s in snapshots.items():
-            if isinstance(s.get(key), (int, float)):
-                lines.append(f'{metric}{{model="{label(name)}"}} {_number(s[key])}')
-    lines += _recomputed(snapshots) + _pressure(snapshots) + used_lines(server.accounts.seen_by(caller()))
-    return "\n".join(lines) + "\n"
-
-
-def _recomputed(snapshots: dict[str, dict[str, Any]]) -> list[str]:
-    """Tokens whose KV was computed again, by reason: shows a cache that is too small."""
-    series = [
-        f'localllm_recomputed_tokens_total{{model="{label(name)}",reason="{found[1]}"}} {value}'
-        for name, s in snapshots.items()
-        for key, value in s.items()
-        if (found := _RECOMPUTED.fullmatch(key))
-    ]
-    return ["# TYPE localllm_recomputed_tokens_total counter", *series] if series else []
-
-
-def _pressure(snapshots: dict[str, dict[str, Any]]) -> list[str]:
-    known = {name: s["pressure"] for name, s in snapshots.items() if "pressure" in s}
-    if not known:
-        return []
-    return ["# TYPE localllm_memory_pressure gauge"] + [
-        f'localllm_memory_pressure{{model="{label(name)}",level="{level}"}} {int(now == level)}'
-        for name, now in known.items()
-        for level in _PRESSURES
-    ]
-
-
-async def _snapshots(models: ModelRouter) -> dict[str, dict[str, Any]]:
-    return {worker.name: await worker.snapshot() for worker in models.workers()}
-
-
-def _number(value: float) -> str:
-    """Whole numbers in full: a counter rounded to six digits would stand still."""
-    return str(int(value)) if float(value).is_integer() else repr(float(value))

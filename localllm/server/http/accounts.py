@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Generic, TypeVar
 
 from localllm.errors import AuthError, LocalLLMError
+from localllm.server.http.prometheus import labels, metric
 
 _MINUTE_S = 60.0
 # Retry-After for a key at its limit of parallel requests: when one ends is not known.
@@ -284,12 +285,6 @@ def used_lines(accounts: Iterable[Account]) -> list[str]:
     found = list(accounts)
     lines: list[str] = []
     for each in fields(KeyUsage):
-        metric = f"localllm_key_{each.name}_total"
-        lines += [f"# TYPE {metric} counter"] if found else []
-        lines += [f'{metric}{{key="{label(a.name)}"}} {getattr(a.used, each.name)}' for a in found]
+        series = [(labels(key=a.name), getattr(a.used, each.name)) for a in found]
+        lines += metric(f"localllm_key_{each.name}_total", "counter", series) if found else []
     return lines
-
-
-def label(text: str) -> str:
-    """`text` escaped as a Prometheus label value."""
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

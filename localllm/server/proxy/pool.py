@@ -23,12 +23,12 @@ from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.edge import EdgeMiddleware
 from localllm.server.http.gate import SecurityGate
 from localllm.server.http.json_body import read_body, send_text
+from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy.client import ProxyRequest, UpstreamClient, UpstreamError
 from localllm.server.proxy.relay import accepted, relay, until_disconnect
 from localllm.server.proxy.usage_meter import UsageMeter, meter_for
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # A server that failed is asked last for so long.
 _FAILED_S = 5.0
 # A conversation stays on its server until that has so many more requests than the least loaded one.
@@ -106,14 +106,13 @@ class PoolFront:
         if scope["method"] == "GET" and scope["path"] == "/usage.csv":
             await send_text(send, self.accounts.table(caller()), "text/csv; charset=utf-8")
         elif scope["method"] == "GET" and scope["path"] == "/metrics":
-            await send_text(send, self._metrics(), METRICS_TYPE)
+            await send_text(send, self._metrics(), CONTENT_TYPE)
         else:
             await self._forward(scope, receive, send)
 
     def _metrics(self) -> str:
-        active = [f'localllm_pool_active{{box="{node.name}"}} {node.active}' for node in self.nodes]
-        used = used_lines(self.accounts.seen_by(caller()))
-        return "\n".join(["# TYPE localllm_pool_active gauge", *active, *used]) + "\n"
+        active = metric("localllm_pool_active", "gauge", [(labels(box=node.name), node.active) for node in self.nodes])
+        return "\n".join([*active, *used_lines(self.accounts.seen_by(caller()))]) + "\n"
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw, key, meter = b"", None, UsageMeter()

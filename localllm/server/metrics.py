@@ -1,0 +1,86 @@
+"""The page /metrics: what the engines count, what each key has used, and the machine's power."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from localllm.server.http.accounts import caller, used_lines
+from localllm.server.http.prometheus import labels, metric
+from localllm.server.serving import Server
+
+# These are counters, all others gauges.
+_COUNTERS = {
+    "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens", "generated_tokens",
+    "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
+    "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
+    "drafted_mtp_tokens", "accepted_mtp_tokens", "drafted_eagle3_tokens", "accepted_eagle3_tokens",
+    "drafted_dflash_tokens", "accepted_dflash_tokens", "drafted_assistant_tokens", "accepted_assistant_tokens",
+}  # fmt: skip
+# The memory guard's levels (localllm/memory/guard.py), one series each: exactly one is 1.
+_PRESSURES = ("none", "shrink", "hold")
+# Tokens whose KV was computed again (localllm/engine/host/metrics.py).
+_RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
+_NAME = re.compile(r"[^a-zA-Z0-9_]")
+Snapshots = Mapping[str, Mapping[str, Any]]
+
+
+async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
+    """The page: of a key with a name what it has used, for others all. Does not load a model that is not loaded. `power`:
+    figures of what the machine uses, by their names; those that end in _total are counters."""
+    if not caller().admin:
+        return "\n".join(used_lines(server.accounts.seen_by(caller()))) + "\n"
+    snapshots = {worker.name: await worker.snapshot() for worker in server.models.workers()}
+    loaded = [(labels(model=name), int(bool(snapshot))) for name, snapshot in snapshots.items()]
+    lines = [
+        *metric("localllm_http_requests_total", "counter", [("", server.requests)]),
+        *metric("localllm_http_active", "gauge", [("", server.active)]),
+        *metric("localllm_model_loaded", "gauge", loaded),
+        *_plain(snapshots),
+        *_recomputed(snapshots),
+        *_pressure(snapshots),
+        *used_lines(server.accounts.seen_by(caller())),
+    ]
+    for name, value in power.items():
+        lines += metric(name, "counter" if name.endswith("_total") else "gauge", [("", f"{value:.3f}")])
+    return "\n".join(lines) + "\n"
+
+
+def _plain(snapshots: Snapshots) -> list[str]:
+    """Each number of the snapshots as a metric, with a series for each model that has it."""
+    found: dict[str, list[tuple[str, object]]] = {}
+    for name, snapshot in snapshots.items():
+        for key, value in snapshot.items():
+            if isinstance(value, (int, float)) and not _RECOMPUTED.fullmatch(key):
+                found.setdefault(key, []).append((labels(model=name), _number(value)))
+    lines: list[str] = []
+    for key, series in sorted(found.items()):
+        counter = key in _COUNTERS
+        named = "localllm_" + _NAME.sub("_", key) + ("_total" if counter else "")
+        lines += metric(named, "counter" if counter else "gauge", series)
+    return lines
+
+
+def _recomputed(snapshots: Snapshots) -> list[str]:
+    """Tokens whose KV was computed again, by reason: shows a cache that is too small."""
+    series: list[tuple[str, object]] = []
+    for name, snapshot in snapshots.items():
+        for key, value in snapshot.items():
+            found = _RECOMPUTED.fullmatch(key)
+            if found:
+                series.append((labels(model=name, reason=found[1]), value))
+    return metric("localllm_recomputed_tokens_total", "counter", series) if series else []
+
+
+def _pressure(snapshots: Snapshots) -> list[str]:
+    series: list[tuple[str, object]] = []
+    for name, snapshot in snapshots.items():
+        for level in _PRESSURES if "pressure" in snapshot else ():
+            series.append((labels(model=name, level=level), int(snapshot["pressure"] == level)))
+    return metric("localllm_memory_pressure", "gauge", series) if series else []
+
+
+def _number(value: float) -> str:
+    """Whole numbers in full: a counter rounded to six digits would stand still."""
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
