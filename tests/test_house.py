@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 
 from localllm import errors
+from support.house_measures import Function, functions, product
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
@@ -134,21 +133,7 @@ TOO_MANY_PARAMETERS = {
     "localllm/cli/commands/setup.py::setup": _TYPER,
 }
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def functions() -> Iterator[tuple[str, Function]]:
-    """Every function of the product, methods and inner ones included, as (file::Class.name, node)."""
-
-    def within(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, Function):
-                yield prefix + child.name, child
-            named = isinstance(child, Function | ast.ClassDef)
-            yield from within(child, f"{prefix}{child.name}." if named else prefix)
-
-    for path in PRODUCT:
-        yield from within(ast.parse(path.read_text()), f"{path.relative_to(ROOT)}::")
+FUNCTIONS = [(f"{path}::{name}", node) for path, tree in product().items() for name, node in functions(tree)]
 
 
 def parameters(node: Function) -> int:
@@ -159,7 +144,7 @@ def parameters(node: Function) -> int:
 
 
 def test_no_file_and_no_function_is_too_long() -> None:
-    long = {name for name, node in functions() if (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_A_FUNCTION}
+    long = {name for name, node in FUNCTIONS if (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_A_FUNCTION}
     for path in PRODUCT:
         if len(path.read_text().splitlines()) > MOST_LINES_OF_A_FILE:
             long.add(str(path.relative_to(ROOT)))
@@ -168,7 +153,7 @@ def test_no_file_and_no_function_is_too_long() -> None:
 
 def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:
     """A dataclass is exempt without a line here: its constructor is generated, and its values are named."""
-    assert {name for name, node in functions() if parameters(node) > MOST_PARAMETERS} == set(TOO_MANY_PARAMETERS)
+    assert {name for name, node in FUNCTIONS if parameters(node) > MOST_PARAMETERS} == set(TOO_MANY_PARAMETERS)
 
 
 def test_every_file_says_why_it_exists() -> None:

@@ -105,15 +105,13 @@ def test_memory_is_read_in_one_place() -> None:
     assert {name for name in reads if not name.startswith("localllm/memory/")} == OTHER_READERS
 
 
-def classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    for name, tree in PRODUCT.items():
-        yield from ((name, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+CLASSES = [(name, node) for name, tree in PRODUCT.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
 def test_no_class_name_stands_twice() -> None:
     """A name means one thing in the whole product, so that it can be looked for."""
     found = defaultdict(list)
-    for name, node in classes():
+    for name, node in CLASSES:
         found[node.name].append(f"{name}:{node.lineno}")
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
@@ -140,11 +138,11 @@ def test_a_protocol_inside_a_package_has_more_than_one_implementation() -> None:
         return name.rpartition("/")[0]
 
     alone = set()
-    for name, protocol in classes():
-        wanted = members(protocol)
-        if not is_protocol(protocol) or wanted == {"__call__"}:
+    others = [(at, members(node)) for at, node in CLASSES if not is_protocol(node)]
+    for name, protocol in CLASSES:
+        if not is_protocol(protocol) or members(protocol) == {"__call__"}:
             continue
-        fulfil = [at for at, node in classes() if not is_protocol(node) and wanted <= members(node)]
+        fulfil = [at for at, has in others if members(protocol) <= has]
         if len(fulfil) == 1 and package(fulfil[0]) == package(name):
             alone.add(protocol.name)
     assert alone == set(ONE_IMPLEMENTATION)
