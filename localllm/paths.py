@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 APP = "localllm"
-_MOST_JSON_BYTES = 32 << 20
 
 
-def _dir(env: str, default: Path) -> Path:
+def _dir(env: str, default: str) -> Path:
     override = os.environ.get(env)
-    return Path(override).expanduser() if override else default
+    if override:
+        return Path(override).expanduser()
+    import platformdirs
+
+    return Path(getattr(platformdirs.PlatformDirs(APP), default))
 
 
 def config_dir() -> Path:
     """config.toml and the user's own catalog files (LOCALLLM_CONFIG_DIR overrides)."""
-    import platformdirs
-
-    return _dir("LOCALLLM_CONFIG_DIR", Path(platformdirs.user_config_dir(APP)))
+    return _dir("LOCALLLM_CONFIG_DIR", "user_config_dir")
 
 
 def data_dir() -> Path:
     """Conversations and this machine's measurements: what a user would miss (LOCALLLM_DATA_DIR overrides)."""
-    import platformdirs
-
-    return _dir("LOCALLLM_DATA_DIR", Path(platformdirs.user_data_dir(APP)))
+    return _dir("LOCALLLM_DATA_DIR", "user_data_dir")
 
 
 def cache_dir() -> Path:
     """What can be rebuilt: the prefix cache's disk tier, probes (LOCALLLM_CACHE_DIR overrides)."""
-    import platformdirs
-
-    return _dir("LOCALLLM_CACHE_DIR", Path(platformdirs.user_cache_dir(APP)))
+    return _dir("LOCALLLM_CACHE_DIR", "user_cache_dir")
 
 
 def prefixes_dir() -> Path:
@@ -60,24 +54,13 @@ def builds_dir() -> Path:
 
 def log_dir() -> Path:
     """Logs of servers and workers (LOCALLLM_LOG_DIR overrides)."""
-    import platformdirs
-
-    return _dir("LOCALLLM_LOG_DIR", Path(platformdirs.user_log_dir(APP)))
+    return _dir("LOCALLLM_LOG_DIR", "user_log_dir")
 
 
 def private_dir(path: Path) -> Path:
     """Create `path` readable by its owner only, and return it."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
-
-
-def keep(path: Path, body: Mapping[str, Any]) -> None:
-    """`body` as JSON in `path`, readable by its owner only, where the disk takes it: what is kept so can be found out again."""
-    import json
-
-    with suppress(OSError):
-        private_dir(path.parent)
-        write_private(path, json.dumps(body, indent=1))
 
 
 def write_private(path: Path, text: str) -> None:
@@ -91,16 +74,3 @@ def write_private(path: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of ordinary size; {} for a file that is not there, damaged, or of anything else."""
-    import json
-
-    try:
-        if path.stat().st_size > _MOST_JSON_BYTES:
-            return {}
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -17,9 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from localllm import paths
+from localllm import json_store, paths
 from localllm.device import cards, ggml, table, usable
 from localllm.device.accelerators import KINDS, compiled_in
 from localllm.device.types import Device, Finding, Memory, Readings
@@ -81,22 +80,18 @@ def _key(folder: Path, libraries: list[tuple[str, int, int]]) -> str:
 
 
 def _known(file: Path, key: str) -> ggml.GgmlBuild | None:
+    kept = json_store.read(file)
     try:
-        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if kept["key"] != key or not 0 <= time.time() - kept["asked_s"] < _KEPT_S:
             return None
         return ggml.read(kept["answer"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _keep(file: Path, key: str, build: ggml.GgmlBuild) -> None:
     """Best effort: where it can't be written the build is asked again."""
-    try:
-        paths.private_dir(file.parent)
-        paths.write_private(file, json.dumps({"key": key, "asked_s": time.time(), "answer": ggml.to_json(build)}))
-    except OSError:
-        return
+    json_store.keep(file, {"key": key, "asked_s": time.time(), "answer": ggml.to_json(build)})
 
 
 def without_gpus(readings: Readings) -> Readings:

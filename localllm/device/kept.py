@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm import paths
+from localllm import json_store
 from localllm.device.types import Figure
 
 # Where other programs have more than this share of the processor, what is left of a machine is not what it gives. Such
@@ -83,7 +82,7 @@ class FigureFile:
 
     def cached(self, folder: Path, machine: str) -> Figure | None:
         """The figure kept for `machine`, None if there is none or it is unreadable."""
-        return self._figure(paths.read_json(folder / self.file_name).get(machine))
+        return self._figure(json_store.read(folder / self.file_name).get(machine))
 
     def settled(self, folder: Path, machine: str) -> Figure | None:
         """The figure kept for `machine` that later ones won't better: what plans count on, which must not go by the load."""
@@ -91,13 +90,13 @@ class FigureFile:
 
     def settled_of(self, folder: Path, start: str) -> dict[str, Figure]:
         """The `settled` figures of every machine whose name begins so, by the rest of the name."""
-        found = {name.removeprefix(start): self._figure(entry) for name, entry in paths.read_json(folder / self.file_name).items()
+        found = {name.removeprefix(start): self._figure(entry) for name, entry in json_store.read(folder / self.file_name).items()
                  if name.startswith(start) and not 0 < _tries(entry) < _MOST_TRIES}  # fmt: skip
         return {rest: figure for rest, figure in found.items() if figure is not None}
 
     def due(self, folder: Path, machine: str) -> bool:
         """True where `machine` has no figure, or one of a busy moment that was not tried often enough to better."""
-        entry = paths.read_json(folder / self.file_name).get(machine)
+        entry = json_store.read(folder / self.file_name).get(machine)
         return self._figure(entry) is None or 0 < _tries(entry) < _MOST_TRIES
 
     def keep(self, folder: Path, machine: str, taken: MeasuredFigure) -> Figure:
@@ -108,12 +107,9 @@ class FigureFile:
         """Remember what was `taken` for each machine, and return it; a cache that can't be written is no error (it is measured
         again). A figure of a busy moment gives way to a higher one alone, and is never put in place of a higher one: no
         machine is faster than it is."""
-        known = paths.read_json(folder / self.file_name)
+        known = json_store.read(folder / self.file_name)
         figures = {machine: self._better(known, machine, measured) for machine, measured in taken.items()}
-        try:
-            paths.write_private(paths.private_dir(folder) / self.file_name, json.dumps(known, indent=1))
-        except OSError:
-            pass
+        json_store.keep(folder / self.file_name, known)
         return figures
 
     def _better(self, known: dict[str, Any], machine: str, taken: MeasuredFigure) -> Figure:

@@ -11,12 +11,11 @@ Sources of the layouts:
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
-from localllm import paths
+from localllm import json_store, paths
 
 # Where Ollama's Linux service (its own user's home) keeps its models.
 SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
@@ -94,18 +93,15 @@ def folders() -> list[Path]:
 
 def remembered() -> list[Path]:
     """Folders adopted by name, whether or not they exist now (a drive may be unplugged)."""
-    text = _text(folders_file())
     try:
-        listed = json.loads(text) if text else []
-    except ValueError:
+        listed = json_store.load(folders_file())
+    except (OSError, ValueError):
         return []
     return [Path(entry) for entry in listed if isinstance(entry, str)] if isinstance(listed, list) else []
 
 
 def remember(listed: list[Path]) -> None:
-    target = folders_file()
-    paths.private_dir(target.parent)
-    paths.write_private(target, json.dumps([str(folder) for folder in listed], indent=1))
+    json_store.write(folders_file(), [str(folder) for folder in listed])
 
 
 def _existing(candidates: list[Path]) -> list[Path]:
@@ -128,5 +124,5 @@ def _text(path: Path) -> str:
 
 
 def _setting(path: Path, key: str) -> str:
-    value = paths.read_json(path).get(key, "")
+    value = json_store.read(path).get(key, "")
     return value if isinstance(value, str) else ""

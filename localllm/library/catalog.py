@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm import paths
+from localllm import json_store, paths
 from localllm.errors import CatalogFileError, ModelFileError
 from localllm.library import names
 
@@ -111,7 +111,7 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
         files = {name: (folder / name).stat().st_size for name in names.mlx_weights(os.listdir(folder))}
         # A model runs without the one of generation, too.
-        stated = paths.read_json(folder / "generation_config.json")
+        stated = json_store.read(folder / "generation_config.json")
         return from_hf.model_from_config(config, files, known=known, generation=stated)
     except (CatalogError, OSError, ValueError) as e:
         raise _unreadable(folder, e) from e

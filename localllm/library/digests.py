@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from localllm import paths
+from localllm import json_store, paths
 from localllm.library import store
 from localllm.library.types import LocalModel
 
@@ -95,12 +94,10 @@ def kept_in() -> Path:
 
 
 def _remembered() -> dict[str, str]:
-    return {k: v for k, v in paths.read_json(kept_in()).items() if isinstance(v, str)}
+    return {k: v for k, v in json_store.read(kept_in()).items() if isinstance(v, str)}
 
 
 def _remember(key: str, digest: str) -> None:
     with _lock:
         kept = {**_remembered(), key: digest}
-        place = kept_in()
-        paths.private_dir(place.parent)
-        paths.write_private(place, json.dumps(dict(list(kept.items())[-_MOST_REMEMBERED:])))
+        json_store.write(kept_in(), dict(list(kept.items())[-_MOST_REMEMBERED:]))

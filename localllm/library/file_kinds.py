@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm import paths
+from localllm import json_store
 from localllm.errors import ModelFileError
 from localllm.library import names
 from localllm_catalog.errors import CatalogError
@@ -80,7 +80,7 @@ def header_facts(file: Path) -> dict[str, Any]:
     from localllm_catalog import gguf
 
     if file.is_dir():
-        config = paths.read_json(file / "config.json")
+        config = json_store.read(file / "config.json")
         named = {
             "model_type": "architecture",
             "hidden_size": "embedding_length",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from localllm import paths
+from localllm import json_store
 from localllm.library import file_kinds, names
 from localllm.library.file_kinds import is_gguf
 from localllm.library.types import LocalModel, Origin
@@ -113,14 +113,14 @@ def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = 
     shards = [by_name[name] for name in names.mlx_weights(by_name)]
     if "config.json" not in by_name or not shards:
         return None
-    config = paths.read_json(by_name["config.json"])
+    config = json_store.read(by_name["config.json"])
     quantized = config.get("quantization") or config.get("quantization_config")
     architectures = config.get("architectures") or []
     if not quantized and not any(str(a).endswith(_TEXT_ARCHITECTURES) for a in architectures if isinstance(a, str)):
         return None
     index = by_name.get("model.safetensors.index.json")
     if index is not None:
-        weight_map = paths.read_json(index).get("weight_map")
+        weight_map = json_store.read(index).get("weight_map")
         wanted = set(weight_map.values()) if isinstance(weight_map, dict) else set()
         if not all(isinstance(w, str) and w in by_name for w in wanted):
             return None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localllm import paths
+from localllm import json_store
 from localllm.library import app_folders, file_kinds, folders, hf_cache, names
 from localllm.library.types import LocalModel
 
@@ -105,12 +105,12 @@ def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
                 if "layers" in child:
                     return child
                 blob = _blob(store, child)
-                return paths.read_json(blob) if blob is not None else {}
+                return json_store.read(blob) if blob is not None else {}
     return {}
 
 
 def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalModel | None:
-    content = _runnable_manifest(store, paths.read_json(manifest))
+    content = _runnable_manifest(store, json_store.read(manifest))
     layers = content.get("layers")
     if not isinstance(layers, list):
         return None
@@ -131,7 +131,7 @@ def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalMo
     repo = f"{namespace}/{model}" if host in ("hf.co", "huggingface.co") else ""
     config = content.get("config")
     config_blob = _blob(store, config) if isinstance(config, dict) else None
-    facts = paths.read_json(config_blob) if config_blob is not None else {}
+    facts = json_store.read(config_blob) if config_blob is not None else {}
     quant = facts.get("file_type") if isinstance(facts.get("file_type"), str) else ""
     if not quant or quant == "unknown":
         quant = names.quant_of(f"-{tag}")

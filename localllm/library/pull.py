@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm import paths
+from localllm import json_store
 from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
 from localllm.library import (
     app_folders,
@@ -298,7 +298,7 @@ def _check_format(config: Path, repo: str) -> None:
     """Raises DownloadError for weights in another program's format, before they travel."""
     from localllm_catalog.from_hf import foreign_format
 
-    if foreign := foreign_format(paths.read_json(config)):
+    if foreign := foreign_format(json_store.read(config)):
         raise DownloadError(
             f"the weights of {repo} are in {foreign}, which neither MLX nor llama.cpp runs",
             hint="take a GGUF file of the model, or an MLX conversion (mlx-community has many)",

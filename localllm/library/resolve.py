@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm import paths
+from localllm import json_store
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.library import file_kinds, folders, names, starter, store
 from localllm.library.catalog import load_catalog, read_header
@@ -308,7 +308,7 @@ def _can_chat(model: LocalModel) -> bool:
     if model.origin == "starter":
         return True
     if model.format == "mlx":
-        config = paths.read_json(model.path / "tokenizer_config.json")
+        config = json_store.read(model.path / "tokenizer_config.json")
         return bool(config.get("chat_template")) or (model.path / "chat_template.jinja").is_file()
     try:
         header = read_header(model.path)

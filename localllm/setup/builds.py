@@ -9,7 +9,6 @@ in every child: nothing of the installation itself is changed, and going back is
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from localllm import paths
+from localllm import json_store, paths
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 
 
@@ -99,18 +98,13 @@ def read(folder: Path) -> Build | None:
 
 
 def _read(file: Path, name: str = "") -> Build | None:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        values["devices"], values["library_dirs"] = tuple(values["devices"]), tuple(values["library_dirs"])
-        build = Build(**values)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    whole = name in ("", build.name) and (file.parent / "site" / "llama_cpp").is_dir()
-    return build if whole else None
+    build = json_store.record(Build, json_store.read(file))
+    complete = build is not None and name in ("", build.name) and (file.parent / "site" / "llama_cpp").is_dir()
+    return build if complete else None
 
 
 def finish(build: Build) -> None:
-    paths.write_private(build.folder / "build.json", json.dumps(asdict(build), indent=2) + "\n")
+    json_store.write(build.folder / "build.json", asdict(build))
 
 
 def drivers_now(root: Path = Path("/")) -> str:

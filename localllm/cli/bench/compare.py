@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from localllm import json_store
 from localllm.errors import UsageError
 
 # What names a row of a list, in the order of the columns.
@@ -18,8 +18,8 @@ _NOT_RESULTS = ("predicted", "prompt_tokens", "rounds", "n_ctx", "n_batch", "sha
 def read(file: Path) -> dict[str, Any]:
     """The figures in `file`. Raises UsageError for what is none."""
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
+        body = json_store.load(file)
+    except (OSError, ValueError) as e:
         raise UsageError(f"{file} can't be read as figures of bench: {e}") from e
     if not isinstance(body, dict) or not isinstance(body.get("decode_tok_s"), (int, float)):
         raise UsageError(f"{file} holds no figures of bench", hint=f"localllm bench MODEL --json > {file}")

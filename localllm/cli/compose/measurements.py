@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from localllm.planner.speed import Measured
@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from localllm import paths
+from localllm import json_store, paths
 from localllm.errors import UsageError
 
 KEEP = 64
@@ -71,32 +71,21 @@ def path() -> Path:
 
 def load(file: Path | None = None) -> list[Record]:
     """Every readable record, oldest first; a damaged or missing file is no record."""
-    entries = paths.read_json(file or path()).get("runs", [])
-    found = (_record(entry) for entry in entries if isinstance(entry, dict))
-    return [record for record in found if record is not None]
-
-
-def _record(entry: Mapping[str, Any]) -> Record | None:
-    known = {f.name: entry[f.name] for f in fields(Record) if f.name in entry}
-    try:
-        record = Record(**known)
-        return record if float(record.decode_tok_s) > 0 else None
-    except (TypeError, ValueError):
-        return None
+    entries = json_store.read(file or path()).get("runs", [])
+    found = (json_store.record(Record, entry) for entry in entries)
+    return [record for record in found if record is not None and record.decode_tok_s > 0]
 
 
 def keep(record: Record, file: Path | None = None) -> None:
     """Add `record`, replacing an earlier one of the same machine, variant, backend and settings; oldest go first."""
     target = file or path()
-    paths.private_dir(target.parent)
 
     def same(other: Record) -> bool:
         names = ("machine", "model", "quant", "backend", "kv_type", "n_ctx")
         return all(getattr(other, n) == getattr(record, n) for n in names)
 
     runs = [*[r for r in load(target) if not same(r)][-(KEEP - 1) :], record]
-    body = {"runs": [{f.name: getattr(r, f.name) for f in fields(Record)} for r in runs]}
-    paths.write_private(target, json.dumps(body, indent=1))
+    json_store.write(target, {"runs": [asdict(r) for r in runs]})
 
 
 def for_planner(
@@ -198,10 +187,8 @@ def take_in(source: Path) -> list[Record]:
     Raises UsageError where it is no such file, or holds nothing that could be a speed.
     """
     try:
-        if source.stat().st_size > _MOST_BYTES:
-            raise UsageError(f"{source} is too large for a file of speeds")
-        body = json.loads(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
+        body = json_store.load(source, _MOST_BYTES)
+    except (OSError, ValueError) as e:
         raise UsageError(f"{source} can't be read as a file of speeds: {e}") from e
     if not isinstance(body, dict) or body.get("localllm_speeds") != FORMAT:
         hint = "make one with `localllm bench --share FILE`"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm import paths
+from localllm import json_store, paths
 from localllm.device.probes.conditions import Conditions, changed
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def notice(model: str, verdict: SpeedVerdict, earlier: Sequence[StartRecord], he
 
 def load(file: Path | None = None) -> dict[str, list[StartRecord]]:
     """Every model's starts, oldest first, by the key they were kept under; a damaged or missing file is none."""
-    models = paths.read_json(file or path()).get("models")
+    models = json_store.read(file or path()).get("models")
     if not isinstance(models, dict):
         return {}
     return {

@@ -7,11 +7,11 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from localllm import paths
+from localllm import json_store, paths
 
 if TYPE_CHECKING:
     from localllm.server.http.settings import ServerSettings
@@ -45,11 +45,7 @@ def published(settings: ServerSettings, port: int) -> Iterator[None]:
     """Tell of this process's server, which listens on `port`, for as long as the block runs. A disk that refuses keeps
     no server from running."""
     file = folder() / f"{os.getpid()}.json"
-    try:
-        paths.private_dir(file.parent)
-        paths.write_private(file, json.dumps(asdict(_of(settings, port))))
-    except OSError:
-        pass
+    json_store.keep(file, asdict(_of(settings, port)))
     try:
         yield
     finally:
@@ -101,18 +97,10 @@ def _read(file: Path) -> Running | None:
             about = os.fstat(f.fileno())
             if os.name == "posix" and (about.st_uid != os.getuid() or about.st_mode & 0o077):
                 return None
-            told = json.loads(f.read(_LONGEST_FILE_BYTES))
-        key: Key = told["key"] if told["key"] in ("none", "kept") else "chosen"
-        return Running(
-            str(told["base_url"]),
-            int(told["pid"]),
-            float(told["started_s"]),
-            str(told["host"]),
-            key,
-            str(told["unix_socket"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+            server = json_store.record(Running, json.loads(f.read(_LONGEST_FILE_BYTES)))
+    except (OSError, ValueError):
         return None
+    return server if server is None or server.key in ("none", "kept") else replace(server, key="chosen")
 
 
 def _lives(told: Running) -> bool:

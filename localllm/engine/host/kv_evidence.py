@@ -8,10 +8,10 @@ with the type and with f16, and the logits are compared row by row.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from localllm import paths
+from localllm import json_store
 from localllm_backends.contract import Backend, BackendFailure, KvComparison, KvFidelity
 
 _EXACT = {"f32", "f16", "bf16"}
@@ -59,20 +59,20 @@ class Kept:
 
 def read(file: Path, meaning: str | None = None) -> Kept:
     """What is kept in `file`; nothing from a damaged or missing one, or one of another build than `meaning`."""
-    names = {f.name for f in fields(KvFidelity)}
-    body = paths.read_json(file)
+    body = json_store.read(file)
     if meaning is not None and body.get("build") != meaning:
         return Kept()
     try:
-        found = tuple(KvFidelity(**{k: v for k, v in entry.items() if k in names}) for entry in body["found"])
-        return Kept(str(body.get("model", "")), found, tuple((str(k), str(v)) for k, v in body.get("without", ())))
+        found = [json_store.record(KvFidelity, entry) for entry in body["found"]]
+        without = tuple((str(k), str(v)) for k, v in body.get("without", ()))
+        return Kept(str(body.get("model", "")), tuple(pair for pair in found if pair is not None), without)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Kept()
 
 
 def keep(file: Path, meaning: str, kept: Kept) -> None:
     """Write what was measured by the build `meaning`, where the disk takes it."""
-    paths.keep(file, {"build": meaning, **asdict(kept)})
+    json_store.keep(file, {"build": meaning, **asdict(kept)})
 
 
 class KvEvidence:

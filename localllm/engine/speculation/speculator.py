@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from localllm import paths
+from localllm import json_store
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation import DraftContext, Drafter, registered
@@ -394,7 +394,7 @@ class Speculator:
 
     def _recall(self) -> dict[str, tuple[float, float]]:
         for name, acceptance in self._acceptance.items():
-            body = paths.read_json(file) if (file := self._file(name)) is not None else {}
+            body = json_store.read(file) if (file := self._file(name)) is not None else {}
             with suppress(ValueError, TypeError, KeyError):
                 right, seen = float(body["right"]), float(body["seen"])
                 # No more of it than some new guesses outweigh: what is asked may have changed.
@@ -406,7 +406,7 @@ class Speculator:
         for name, acceptance in self._acceptance.items():
             if acceptance.counted != self._kept[name] and (file := self._file(name)) is not None:
                 self._kept[name] = right, seen = acceptance.counted
-                paths.keep(file, {"right": right, "seen": seen})
+                json_store.keep(file, {"right": right, "seen": seen})
 
     def close(self) -> None:
         self._remember()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from localllm import paths
+from localllm import json_store, paths
 
 if sys.platform == "win32":
     import msvcrt
@@ -139,18 +138,7 @@ class Preferences:
 
     def get(self, name: str) -> Any:
         """What was set last; None where nothing was."""
-        return self._read().get(name)
+        return json_store.read(self._file).get(name)
 
     def set(self, name: str, value: Any) -> None:
-        try:
-            paths.private_dir(self._file.parent)
-            paths.write_private(self._file, json.dumps({**self._read(), name: value}))
-        except OSError:
-            pass
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        json_store.keep(self._file, {**json_store.read(self._file), name: value})

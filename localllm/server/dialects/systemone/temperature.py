@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from localllm import paths
+from localllm import json_store, paths
 from localllm.errors import LocalLLMError
 
 # Natural logarithms of the least and the greatest temperature that are tried.
@@ -46,16 +45,14 @@ def fitted(examples: Sequence[tuple[Sequence[float], int]]) -> float:
 
 def kept(fingerprint: str) -> float:
     """What was fitted for the model with that fingerprint; 1 where nothing was."""
-    said = paths.read_json(_file(fingerprint)).get("temperature")
+    said = json_store.read(_file(fingerprint)).get("temperature")
     return float(said) if isinstance(said, int | float) and 0 < said < math.inf else 1.0
 
 
 def keep(fingerprint: str, temperature: float, examples: int) -> None:
     """Keep it. Raises LocalLLMError where the disk refuses."""
-    file = _file(fingerprint)
     try:
-        paths.private_dir(file.parent)
-        paths.write_private(file, json.dumps({"temperature": temperature, "examples": examples}))
+        json_store.write(_file(fingerprint), {"temperature": temperature, "examples": examples})
     except OSError as e:
         raise LocalLLMError(f"the temperature can't be kept: {e.strerror}", hint="is the disk full?") from e
 

@@ -1,0 +1,62 @@
+"""JSON files of ours: what can't be read is none, what is written is whole and private."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+from localllm import json_store
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    speed: float
+    devices: tuple[str, ...] = ()
+
+
+def test_what_was_written_comes_back_as_its_dataclass(tmp_path: Path) -> None:
+    file, figure = tmp_path / "new" / "figure.json", Figure("chip", 3.5, ("gpu",))
+    json_store.write(file, asdict(figure))
+    assert json_store.record(Figure, json_store.read(file)) == figure
+    assert [f.name for f in file.parent.iterdir()] == ["figure.json"]
+    if os.name == "posix":
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000, None])
+def test_a_damaged_file_is_an_empty_one(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "figures.json"
+    if content is not None:
+        file.write_bytes(content)
+    assert json_store.read(file) == {}
+
+
+def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    json_store.write(file, {"a": 1})
+    with pytest.raises(ValueError, match="larger than 4 bytes"):
+        json_store.load(file, 4)
+
+
+@pytest.mark.parametrize(
+    "entry", [None, [], {}, {"name": "chip"}, {"name": 1, "speed": 2.0}, {"name": "x", "speed": "2"}]
+)
+def test_what_is_not_of_the_shape_is_no_record(entry: object) -> None:
+    assert json_store.record(Figure, entry) is None
+
+
+def test_unknown_fields_of_later_versions_are_left_out() -> None:
+    assert json_store.record(Figure, {"name": "chip", "speed": 2, "later": 1}) == Figure("chip", 2)
+
+
+def test_a_disk_that_refuses_is_ignored_where_the_file_can_be_made_again(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    json_store.keep(blocked / "figures.json", {})
+    with pytest.raises((FileExistsError, NotADirectoryError)):
+        json_store.write(blocked / "figures.json", {})
