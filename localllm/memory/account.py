@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from localllm.formatting import gb
+
 Basis = Literal["measured", "reported", "datasheet", "derived", "assumed", "given"]
 """How a number is known."""
 
@@ -52,17 +54,11 @@ class Memory:
 
     def account(self) -> str:
         """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9 GB for a model"."""
-        kept = [f"the system keeps {_gb(self.system_bytes)}"] if self.system_bytes else []
-        kept += [f"others have {_gb(self.others_bytes)}"] if self.others_bytes else []
+        kept = [f"the system keeps {gb(self.system_bytes, 1)}"] if self.system_bytes else []
+        kept += [f"others have {gb(self.others_bytes, 1)}"] if self.others_bytes else []
         most = self.total_bytes - self.system_bytes - self.others_bytes
-        kept += [f"{self.source} allows {_gb(self.limit_bytes)}"] if self.limit_bytes < most else []
-        return (
-            f"of {_gb(self.total_bytes)} {' and '.join(kept) or 'all is free'}: {_gb(self.loadable_bytes)} for a model"
-        )
-
-
-def _gb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.1f} GB"
+        kept += [f"{self.source} allows {gb(self.limit_bytes, 1)}"] if self.limit_bytes < most else []
+        return f"of {gb(self.total_bytes, 1)} {' and '.join(kept) or 'all is free'}: {gb(self.loadable_bytes, 1)} for a model"
 
 
 def shared_pool(total_bytes: int, available_bytes: int, source: str, headroom: int | None = None) -> Memory:

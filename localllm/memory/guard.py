@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localllm.errors import DoesNotFitError
+from localllm.formatting import gb
 from localllm.memory.account import Memory, shared_pool
 from localllm.memory.macos import Pressure
 from localllm.memory.system import SystemMemory, process_and_children
@@ -47,9 +48,9 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
         return
     available = account.total_bytes - account.others_bytes
     raise DoesNotFitError(
-        f"{name} needs {_gb(planned_bytes)}, and {_gb(free)} are free for it now: {_gb(available)} available, of which "
-        f"{_gb(account.system_bytes)} stay with the system; others have {_gb(account.others_bytes)} of "
-        f"{_gb(account.total_bytes)}",
+        f"{name} needs {gb(planned_bytes, 2)}, and {gb(free, 2)} are free for it now: {gb(available, 2)} available, of which "
+        f"{gb(account.system_bytes, 2)} stay with the system; others have {gb(account.others_bytes, 2)} of "
+        f"{gb(account.total_bytes, 2)}",
         hint="close other programs, or take a smaller --context, a smaller quant or another model",
     )
 
@@ -118,7 +119,7 @@ class MemoryGuard:
     def why(self) -> str:
         """The state in one sentence, for an error."""
         return (
-            f"this machine has {_gb(self.available_bytes or 0)} of memory left and {_gb(self.headroom_bytes)} "
+            f"this machine has {gb(self.available_bytes or 0, 2)} of memory left and {gb(self.headroom_bytes, 2)} "
             "are kept for the system"
         )
 
@@ -126,7 +127,3 @@ class MemoryGuard:
         """The state as plain values; available_bytes is missing while it is unknown."""
         known = {} if self.available_bytes is None else {"available_bytes": self.available_bytes}
         return {**known, "headroom_bytes": self.headroom_bytes, "pressure": self.pressure}
-
-
-def _gb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.2f} GB"

@@ -6,22 +6,17 @@ import re
 import textwrap
 
 from localllm.device.types import Device
+from localllm.formatting import gb, mb
 from localllm.memory.verdict import TIGHT_MEANS
 from localllm.planner import decode_cost, efficiency, kernels, memory, places, prefill_cost, quality, speed
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import Plan, Range, backend_of
-from localllm.planner.why import mb
 from localllm_catalog.types import ESTIMATED, Model
 
 
 def _drafter(plan: Plan) -> str:
     companion = plan.settings.drafter.companion
     return companion.kind if companion is not None else plan.settings.drafter.name
-
-
-def _gb(n_bytes: float) -> str:
-    """Decimal gigabytes, to the megabyte: the lines of a sum must be seen to add up."""
-    return f"{n_bytes / 1e9:,.3f} GB"
 
 
 def _ms(seconds: float) -> str:
@@ -57,34 +52,36 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
     exact = "exact" if plan.variant.exact else ESTIMATED if plan.variant.is_estimate else "rounded by their listing"
     lines = [
         "memory",
-        f"  weights      {_gb(need.weights_bytes):>14}   {plan.variant.quant}, {exact}",
-        f"  KV cache     {_gb(need.kv_bytes):>14}   {settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences",
+        f"  weights      {gb(need.weights_bytes, 3):>14}   {plan.variant.quant}, {exact}",
+        f"  KV cache     {gb(need.kv_bytes, 3):>14}   {settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences",
         *_layer_lines(plan.model, plan),
     ]
     if need.recurrent_bytes:
-        lines.append(f"  state        {_gb(need.recurrent_bytes):>14}   float32, one per sequence")
+        lines.append(f"  state        {gb(need.recurrent_bytes, 3):>14}   float32, one per sequence")
     how = (
         "a step's activations, logits, buffers kept for reuse"
         if backend_of(plan.variant).buffers == "grown"
         else "flash attention on"
     )
-    lines.append(f"  compute      {_gb(need.compute_bytes):>14}   micro-batch {plan.settings.n_batch:,}, {how}")
+    lines.append(f"  compute      {gb(need.compute_bytes, 3):>14}   micro-batch {plan.settings.n_batch:,}, {how}")
     if need.overhead_bytes:
-        lines.append(f"  runtime      {_gb(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")
+        lines.append(f"  runtime      {gb(need.overhead_bytes, 3):>14}   {device.accelerator} context and prefix cache")
     if need.draft_bytes:
         gain = f", one stream {_span(plan.drafting, '× as fast')}" if plan.drafting is not None else ""
-        lines.append(f"  draft        {_gb(need.draft_bytes):>14}   {_drafter(plan)}{gain}")
+        lines.append(f"  draft        {gb(need.draft_bytes, 3):>14}   {_drafter(plan)}{gain}")
     if need.projector_bytes:
-        lines.append(f"  projector    {_gb(need.projector_bytes):>14}   reads images, buffers for a large one included")
+        lines.append(
+            f"  projector    {gb(need.projector_bytes, 3):>14}   reads images, buffers for a large one included"
+        )
     total, limit = need.total_bytes, need.limit_bytes
-    lines.append(f"  total        {_gb(total):>14}   of {_gb(limit)} usable: {plan.fits}")
+    lines.append(f"  total        {gb(total, 3):>14}   of {gb(limit, 3)} usable: {plan.fits}")
     if plan.fits == "tight":
         lines.append(f"  {'':12} {'':>14}   tight: {TIGHT_MEANS}")
     if need.host_bytes:
-        lines.append(f"  host memory  {_gb(need.host_bytes):>14}   beside it, in system memory")
+        lines.append(f"  host memory  {gb(need.host_bytes, 3):>14}   beside it, in system memory")
     if need.disk_bytes:
         rows = f"{plan.model.lookup_rows} rows a token, {places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
-        lines.append(f"  on the disk  {_gb(need.disk_bytes):>14}   tables: {rows}")
+        lines.append(f"  on the disk  {gb(need.disk_bytes, 3):>14}   tables: {rows}")
     lines += _place_lines(plan, device)
     if plan.kv_bytes_per_1k:
         lines.append(f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}")
@@ -108,7 +105,7 @@ def _place_lines(plan: Plan, device: Device) -> list[str]:
     for i, (number, n_bytes, limit) in enumerate(zip(numbers, held, limits, strict=False)):
         share = f", {placed.tensor_split[i]:g} layers" if i < len(placed.tensor_split) else ""
         name = f" of {names[number]}" if number in names else ""
-        lines.append(f"  GPU {number:<8} {_gb(n_bytes):>14}   of {_gb(limit)} usable{name}{share}")
+        lines.append(f"  GPU {number:<8} {gb(n_bytes, 3):>14}   of {gb(limit, 3)} usable{name}{share}")
     left = [name for number, name in names.items() if placed.cards and number not in placed.cards]
     if left:
         lines.append(f"  not used     {', '.join(left)}: with it an answer would come no faster")

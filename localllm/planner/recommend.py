@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device
+from localllm.formatting import gb, mb
 from localllm.planner import (
     drafting,
     efficiency,
@@ -150,7 +151,7 @@ def detailed_plan(
     """`plan` with its longest context, and further reasons: the cliff, how the other engine would do, and a draft model
     where one would pay."""
     longest = max_context(device, plan)
-    reasons = [f"up to {longest:,} tokens of context fit; each further 1,024 cost {why.mb(plan.kv_bytes_per_1k)}"]
+    reasons = [f"up to {longest:,} tokens of context fit; each further 1,024 cost {mb(plan.kv_bytes_per_1k)}"]
     kept = why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value)
     if kept is not None:
         reasons.append(kept)
@@ -170,7 +171,7 @@ def detailed_plan(
     if draft is not None:
         name, gain, extra = draft
         assumed = f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
-        reasons.append(f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {why.gb(extra)} more")
+        reasons.append(f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {gb(extra)} more")
     drafts = (
         drafting.heads_sentence(device, plan),
         drafting.edit_sentence(device, plan),

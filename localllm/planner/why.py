@@ -6,26 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
+from localllm.formatting import gb, rate
 from localllm.planner import needs, places, speed
 from localllm.planner.needs import Need
 from localllm.planner.streams import streamed
 from localllm.planner.types import Plan
-
-
-def gb(n_bytes: float) -> str:
-    """Decimal gigabytes as people read them: 43.1 GB, 0.27 GB."""
-    value = n_bytes / 1e9
-    return f"{value:.1f} GB" if value >= 1 else f"{value:.2f} GB"
-
-
-def mb(n_bytes: float) -> str:
-    """Decimal megabytes, of what is too small for gigabytes: 67.1 MB."""
-    return f"{n_bytes / 1e6:,.1f} MB"
-
-
-def rate(tok_s: float) -> str:
-    """Tokens per second: three figures are enough."""
-    return f"{tok_s:.0f}" if tok_s >= 20 else f"{tok_s:.1f}"
 
 
 def place(device: Device) -> str:

@@ -125,16 +125,18 @@ def _share(export: Path | None, take_in: Path | None) -> None:
 def lines(figures: dict[str, Any]) -> list[str]:
     """What a person reads of what `--json` prints."""
     from localllm.cli.bench import compare, full, speculation
+    from localllm.formatting import gb
 
     decode, short, prefill, memory = (
         figures.get(f"predicted_{name}") for name in ("decode_tok_s", "short_tok_s", "prefill_tok_s", "memory_bytes")
     )
     long = f"{figures['prompt_tokens']:,} tokens"
+    memory_text = "unknown" if memory is None else gb(memory, 2)
     said = [
         f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(decode)}   after a prompt of {long}",
         f"          {figures['short_tok_s']:8.1f} tok/s   predicted {_text(short)}   after a prompt of {SHORT_PROMPT_TOKENS} tokens",
         f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(prefill)}   of {long}",
-        f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {_gb(memory)}",
+        f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {memory_text}",
     ]
     if "power_share" in figures:
         said.append(
@@ -157,7 +159,3 @@ def lines(figures: dict[str, Any]) -> list[str]:
 
 def _text(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1f}"
-
-
-def _gb(value: float | None) -> str:
-    return "unknown" if value is None else f"{value / 1e9:.2f} GB"

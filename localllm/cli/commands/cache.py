@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.cli.commands.shared import Json, Yes, confirmed, gb, print_json, table
+from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, table
+from localllm.formatting import byte_size
 
 if TYPE_CHECKING:
     from localllm.cli.cached_prefixes import ModelPrefixes
@@ -48,7 +49,7 @@ def clear(
 
     found = survey(paths.prefixes_dir())
     chosen = found if model is None else _of(model, found)
-    n_files, size = sum(m.n_files for m in chosen), gb(sum(m.size_bytes for m in chosen))
+    n_files, size = sum(m.n_files for m in chosen), byte_size(sum(m.size_bytes for m in chosen))
     names = ", ".join(sorted({_name(m) for m in chosen}))
     if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size}, of {names}?"):
         return
@@ -56,7 +57,7 @@ def clear(
     if as_json:
         print_json({"removed_files": cleared.n_files, "freed_bytes": cleared.freed_bytes, "left_files": cleared.n_left})
     else:
-        print(f"{cleared.n_files} file(s) removed, {gb(cleared.freed_bytes)} freed", file=sys.stderr)
+        print(f"{cleared.n_files} file(s) removed, {byte_size(cleared.freed_bytes)} freed", file=sys.stderr)
     if cleared.n_left:
         from localllm.errors import LocalLLMError
 
@@ -123,22 +124,29 @@ def _body(folder: str, found: list[ModelPrefixes], limits: dict[str, int]) -> di
 
 def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
     limits = body["limits"]
-    kept = f"of {gb(limits['capacity_bytes'])}" if limits["capacity_bytes"] > 0 else "and none are kept (cache_disk_gb)"
-    written = f"{gb(body['written_today_bytes'])} of prefixes"
+    kept = (
+        f"of {byte_size(limits['capacity_bytes'])}"
+        if limits["capacity_bytes"] > 0
+        else "and none are kept (cache_disk_gb)"
+    )
+    written = f"{byte_size(body['written_today_bytes'])} of prefixes"
     if limits["daily_bytes"] > 0:
-        written += f", of {gb(limits['daily_bytes'])} a day"
+        written += f", of {byte_size(limits['daily_bytes'])} a day"
     if body["daily_limit_used_up"]:
         written += ": used up, what is new stays in memory until tomorrow"
     lines = [
         f"folder         {body['folder']}",
-        f"kept           {gb(body['bytes'])} {kept}, {body['files']} file(s)",
+        f"kept           {byte_size(body['bytes'])} {kept}, {body['files']} file(s)",
         f"written today  {written}",
-        f"left to others {gb(limits['free_bytes'])} of the disk",
+        f"left to others {byte_size(limits['free_bytes'])} of the disk",
     ]
     if not found:
         return [*lines, "", "no prefix is kept yet"]
     head = ("MODEL", "FILES", "SIZE", "WRITTEN TODAY", "LAST USED")
-    rows = [(_name(m), str(m.n_files), gb(m.size_bytes), gb(m.written_today_bytes), _when(m.used_s)) for m in found]
+    rows = [
+        (_name(m), str(m.n_files), byte_size(m.size_bytes), byte_size(m.written_today_bytes), _when(m.used_s))
+        for m in found
+    ]
     return [*lines, "", table([head, *rows], right=(1, 2, 3))]
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
-from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, gb, print_json, table
+from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, table
+from localllm.formatting import byte_size
 from localllm.plain_output import obeyed
 
 if TYPE_CHECKING:
@@ -93,14 +94,14 @@ def rm(
         store.check_ours(model)
     total = sum(m.size_bytes for m in chosen)
     listed = ", ".join(f"{m.name} {m.quant}".strip() for m in chosen)
-    if not yes and not confirmed(f"remove {listed} ({gb(total)})?"):
+    if not yes and not confirmed(f"remove {listed} ({byte_size(total)})?"):
         return
     freed = {f"{m.name} {m.quant}".strip(): store.rm(m) for m in chosen}
     if as_json:
         print_json({"removed": [as_row(m) for m in chosen], "freed_bytes": sum(freed.values())})
     elif not quiet:
         for name, n_bytes in freed.items():
-            print(f"removed {name}: {gb(n_bytes)} freed", file=sys.stderr)
+            print(f"removed {name}: {byte_size(n_bytes)} freed", file=sys.stderr)
 
 
 def _only_one(ref: str, found: list[LocalModel]) -> LocalModel:
@@ -130,8 +131,8 @@ def du(as_json: Json = False) -> None:
     if as_json:
         print_json({"usage": [asdict(u) for u in usage], "total_bytes": total})
         return
-    rows = [(u.origin, str(u.n_models), gb(u.size_bytes)) for u in usage]
-    print(table([("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", gb(total))], right=(1, 2)))
+    rows = [(u.origin, str(u.n_models), byte_size(u.size_bytes)) for u in usage]
+    print(table([("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", byte_size(total))], right=(1, 2)))
 
 
 @app.command()
@@ -152,7 +153,7 @@ def verify(
     results = []
     for model in wanted:
         if not quiet and sys.stderr.isatty():
-            print(f"reading {model.name} ({gb(model.size_bytes)}) …", end="", file=sys.stderr, flush=True)
+            print(f"reading {model.name} ({byte_size(model.size_bytes)}) …", end="", file=sys.stderr, flush=True)
         results.append(store.verify(model))
         if not quiet and sys.stderr.isatty():
             obeyed(sys.stderr)("\r\033[K")
@@ -192,15 +193,18 @@ def prune(
     total = sum(w.size_bytes for w in waste)
     if not as_json and not quiet:
         for item in waste:
-            print(f"{gb(item.size_bytes):>9}  {item.why}: {item.path}")
+            print(f"{byte_size(item.size_bytes):>9}  {item.why}: {item.path}")
     freed = 0
-    if waste and not dry_run and (yes or confirmed(f"remove {len(waste)} file(s), {gb(total)}?")):
+    if waste and not dry_run and (yes or confirmed(f"remove {len(waste)} file(s), {byte_size(total)}?")):
         freed = store.prune(waste)
     if as_json:
         rows = [{"path": str(w.path), "bytes": w.size_bytes, "why": w.why} for w in waste]
         print_json({"found": rows, "freed_bytes": freed})
     elif not quiet:
-        print(f"{gb(freed)} freed" if waste and not dry_run else f"{gb(total)} could be freed", file=sys.stderr)
+        print(
+            f"{byte_size(freed)} freed" if waste and not dry_run else f"{byte_size(total)} could be freed",
+            file=sys.stderr,
+        )
 
 
 @app.command()

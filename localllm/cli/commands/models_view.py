@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.commands.shared import gb, table
+from localllm.cli.commands.shared import table
+from localllm.formatting import byte_size
 from localllm.plain_output import plain
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def as_row(model: LocalModel) -> dict[str, Any]:
 def listing(found: list[LocalModel]) -> str:
     head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
     ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
-    rows = [(m.name, m.quant or "?", gb(m.size_bytes), m.format, m.origin) for m in ordered]
+    rows = [(m.name, m.quant or "?", byte_size(m.size_bytes), m.format, m.origin) for m in ordered]
     attached = {m.mmproj for m in found}
     beside = {file: kind for m in found for kind, file in m.companions if file not in attached}
     lines = [f"{plain(file.name)}: {_what(kind)}" for file, kind in beside.items()]
@@ -88,7 +89,7 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
         said += [
             ("name", local.name),
             ("path", str(local.path)),
-            ("size", f"{gb(local.size_bytes)} ({local.size_bytes:,} bytes in {len(local.files)} file(s))"),
+            ("size", f"{byte_size(local.size_bytes)} ({local.size_bytes:,} bytes in {len(local.files)} file(s))"),
             ("quant", f"{local.quant or 'not said'} ({local.format})"),
             ("from", local.origin + (f", {local.repo}" if local.repo else "")),
         ]
@@ -101,7 +102,7 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
     lines = [f"{key:<{width}}  {plain(value)}" for key, value in said]
     if local is None and model is not None:
         head = ("QUANT", "FORMAT", "SIZE", "REPOSITORY")
-        rows = [(v.quant, v.format, ("" if v.exact else "~") + gb(v.file_bytes), v.repo) for v in model.variants]
+        rows = [(v.quant, v.format, ("" if v.exact else "~") + byte_size(v.file_bytes), v.repo) for v in model.variants]
         lines += ["", table([head, *rows], right=(2,)), "", f"not on this disk; fetch it: localllm pull {model.id}"]
     return lines
 

@@ -37,8 +37,9 @@ def pull(
     import sys
 
     from localllm.cli.commands.models_view import as_row
-    from localllm.cli.commands.shared import gb, print_json
+    from localllm.cli.commands.shared import print_json
     from localllm.cli.compose.plan_inputs import variant_choice
+    from localllm.formatting import byte_size
     from localllm.library.pull import pull as fetch
     from localllm.library.pull import pull_drafter
     from localllm.settings import Settings
@@ -65,7 +66,10 @@ def pull(
         return
     if not quiet:
         quant = f" {found.quant}" if found.quant else ""
-        print(f"{found.name}{quant}, {gb(found.size_bytes)}: `localllm chat -m {_typed(ref, found)}`", file=sys.stderr)
+        print(
+            f"{found.name}{quant}, {byte_size(found.size_bytes)}: `localllm chat -m {_typed(ref, found)}`",
+            file=sys.stderr,
+        )
         for companion in companions_of(ref):
             print(offered(ref, companion, brought.get(companion)), file=sys.stderr)
         if drafter and not brought:

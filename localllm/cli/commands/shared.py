@@ -29,13 +29,6 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors."
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
-def gb(n_bytes: float) -> str:
-    """`4.7 GB`, `98 MB`: bytes as lists show them (1 GB = 1e9 B)."""
-    if n_bytes >= 1e9:
-        return f"{n_bytes / 1e9:.1f} GB"
-    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
-
-
 def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows as lines with their columns below each other; those numbered in `right` end at the same place."""
     from localllm.plain_output import plain

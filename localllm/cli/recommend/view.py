@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from localllm.formatting import gb, mb, rate
 from localllm.memory.verdict import TIGHT_MEANS
 from localllm.plain_output import ascii_json
 from localllm.planner.needs import span
 from localllm.planner.types import backend_of
-from localllm.planner.why import gb, mb, rate
 from localllm_backends import registry
 
 if TYPE_CHECKING:

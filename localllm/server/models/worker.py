@@ -12,6 +12,7 @@ from typing import Any
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import EngineClient, Host
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
+from localllm.formatting import gb
 from localllm.memory.verdict import Part, verdict
 from localllm_backends.contract import LOAD_NOTES, ModelInfo
 
@@ -56,7 +57,7 @@ class ModelAdmission:
                 return
             if not self._has_room(model, self.limit_bytes):
                 raise DoesNotFitError(
-                    f"{model.name} needs {_gb(model.needs_bytes)}, and models may take {_gb(self.limit_bytes)} here",
+                    f"{model.name} needs {gb(model.needs_bytes, 2)}, and models may take {gb(self.limit_bytes, 2)} here",
                     hint="serve it with a smaller --context, or a smaller quant",
                 )
             while not await self.fits(model):
@@ -100,12 +101,8 @@ class ModelAdmission:
         free = self.limit_bytes - self.held_bytes
         if self._available is not None:
             free = min(free, await self._free())
-        others = ", ".join(f"{m.name} ({_gb(m.needs_bytes)})" for m in self._admitted)
-        return f"{model.name} needs {_gb(model.needs_bytes)} and {_gb(max(0, free))} are free; in use: {others}"
-
-
-def _gb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.2f} GB"
+        others = ", ".join(f"{m.name} ({gb(m.needs_bytes, 2)})" for m in self._admitted)
+        return f"{model.name} needs {gb(model.needs_bytes, 2)} and {gb(max(0, free), 2)} are free; in use: {others}"
 
 
 @dataclass(frozen=True, slots=True)

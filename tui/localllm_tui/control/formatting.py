@@ -62,13 +62,6 @@ def how_many(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def amount(n_bytes: float) -> str:
-    """Bytes as people read them: 94 MB, 4.7 GB."""
-    if n_bytes >= 1e9:
-        return f"{n_bytes / 1e9:.1f} GB"
-    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
-
-
 def span(seconds: float) -> str:
     """Seconds as people read them: 0.4 s, 12 s, 3 min."""
     if seconds < 9.95:

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, UsageError
+from localllm.formatting import byte_size
 from localllm_tui.control.attachments import (
     MAX_BYTES_PER_TOKEN,
     data_url,
@@ -23,7 +24,7 @@ from localllm_tui.control.attachments import (
     with_files,
 )
 from localllm_tui.control.client import AnswerUsage, ChatClient
-from localllm_tui.control.formatting import BAR_CELLS, amount, bar, elide, span
+from localllm_tui.control.formatting import BAR_CELLS, bar, elide, span
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line
 
@@ -277,7 +278,7 @@ class FileCost:
                 head = f.read(16)
             picture = bool(data_url(head))
             if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN and not picture and not is_pdf(head):
-                return cls(refused=f"too long: {amount(size)}")
+                return cls(refused=f"too long: {byte_size(size)}")
             name, text = await asyncio.to_thread(read_text, path)
         except UsageError as e:
             return cls(
@@ -303,7 +304,7 @@ class FileCost:
             return cls(refused=e.message.partition(" has ")[2] or "too long")
         size = sum(len(text.encode()) for _, text in files)
         if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
-            return cls(refused=f"too long: {amount(size)}")
+            return cls(refused=f"too long: {byte_size(size)}")
         tokens, _ = await client.counted(model, [{"role": "user", "content": with_files("", files)}])
         return cls._counted(tokens, n_ctx)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from rich.cells import cell_len
 
 from localllm.errors import LocalLLMError
-from localllm_tui.control.formatting import amount, bar, elide, span
+from localllm.formatting import byte_size
+from localllm_tui.control.formatting import bar, elide, span
 from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PullProgress
 from localllm_tui.control.terminal import one_line, printable
 
@@ -40,12 +41,12 @@ class Pull:
         if self.error is not None:
             return f"{self.ref}: {self.error.message}"
         if self.ended:
-            return f"{self.ref} stopped at {amount(self.now.done_bytes)}: pulling it again goes on there"
+            return f"{self.ref} stopped at {byte_size(self.now.done_bytes)}: pulling it again goes on there"
         said = f"{self.now.phase} {self.ref}"
         if self.now.total_bytes:
-            said += f" {self.now.done_bytes / self.now.total_bytes:.0%} of {amount(self.now.total_bytes)}"
+            said += f" {self.now.done_bytes / self.now.total_bytes:.0%} of {byte_size(self.now.total_bytes)}"
         if self.now.speed_bytes_s:
-            said += f", {amount(self.now.speed_bytes_s)}/s"
+            said += f", {byte_size(self.now.speed_bytes_s)}/s"
         if self.now.left_s is not None:
             said += f", {span(self.now.left_s)} left"
         return said
@@ -146,8 +147,8 @@ def plan_line(
     rate = f"{_rate(speed['low']) + '–' + _rate(speed['high']):>9}"
     line = f"{mark}{'+' if marked else ' '}{shown}{' ' * (name - cell_len(shown))}"
     if width < _LEAST_COLUMNS:
-        return f"{line} {amount(memory['total_bytes']):>8} {rate}"
-    line += f" {elide(plan['variant']['quant'], 9):9} {amount(memory['total_bytes']):>8}"
+        return f"{line} {byte_size(memory['total_bytes']):>8} {rate}"
+    line += f" {elide(plan['variant']['quant'], 9):9} {byte_size(memory['total_bytes']):>8}"
     if wide:
         share = bar(memory["total_bytes"], max(1, memory["limit_bytes"]))
         line += f" {share} {context_words(plan['n_ctx']):>8}"
@@ -166,8 +167,8 @@ def plan_details(choice: PlanChoice, width: int, pull: Pull | None = None, accou
     """What a plan comes to; `accounts` say what of the memory is left for a model."""
     plan, memory = choice.plan, choice.plan["memory"]
     lines = [
-        f"{choice.title}: {_FITS.get(plan['fits'], plan['fits'])}, {amount(memory['total_bytes'])} of "
-        f"{amount(memory['limit_bytes'])} with {plan['n_ctx']:,} tokens of {plan['kv_type']} context",
+        f"{choice.title}: {_FITS.get(plan['fits'], plan['fits'])}, {byte_size(memory['total_bytes'])} of "
+        f"{byte_size(memory['limit_bytes'])} with {plan['n_ctx']:,} tokens of {plan['kv_type']} context",
         *textwrap.wrap(printable(plan["why"]), max(20, width)),
         *accounts[:1],
     ]
@@ -176,7 +177,7 @@ def plan_details(choice: PlanChoice, width: int, pull: Pull | None = None, accou
     elif choice.installed:
         lines.append("installed: Enter uses it here")
     else:
-        lines.append(f"Enter pulls {amount(plan['variant']['bytes'])}: {choice.ref}")
+        lines.append(f"Enter pulls {byte_size(plan['variant']['bytes'])}: {choice.ref}")
     return [elide(line, width) for line in lines]
 
 
@@ -186,8 +187,8 @@ def compare(choices: Sequence[PlanChoice]) -> list[tuple[str, ...]]:
     speeds = [p["decode_tok_s"] for p in plans]
     return [
         ("", *(c.title for c in choices)),
-        ("memory", *(amount(p["memory"]["total_bytes"]) for p in plans)),
-        ("download", *("installed" if c.installed else amount(c.plan["variant"]["bytes"]) for c in choices)),
+        ("memory", *(byte_size(p["memory"]["total_bytes"]) for p in plans)),
+        ("download", *("installed" if c.installed else byte_size(c.plan["variant"]["bytes"]) for c in choices)),
         ("context", *(f"{context_words(p['n_ctx'])} {p['kv_type']}" for p in plans)),
         ("tokens/s", *(f"{_rate(s['low'])} to {_rate(s['high'])}" for s in speeds)),
         ("first token", *(span(p["ttft_s"]["value"]) for p in plans)),
@@ -206,7 +207,7 @@ def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
     name = _disk_name(width)
     shown = elide(one_line(model.name), name)
     line = f"{'▸' if in_use else ' '} {shown}{' ' * (name - cell_len(shown))} {elide(model.quant, 9):9}"
-    return elide(f"{line} {amount(model.size_bytes):>8}  {model.owner}", width)
+    return elide(f"{line} {byte_size(model.size_bytes):>8}  {model.owner}", width)
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
@@ -264,7 +265,7 @@ def first_run_lines(starter: str, choices: Sequence[PlanChoice], pulls: Pulls, *
         else:
             speed = choice.plan["decode_tok_s"]
             rate = f"{speed['low']:.0f} to {speed['high']:.0f} tokens/s"
-            said.append(f"  {key}  {choice.title}: {amount(choice.plan['variant']['bytes'])}, {rate}")
+            said.append(f"  {key}  {choice.title}: {byte_size(choice.plan['variant']['bytes'])}, {rate}")
     return [*said, _ALL_MODELS]
 
 

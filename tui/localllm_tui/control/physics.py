@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.formatting import gb, mb
 from localllm_tui.control.client import AnswerTimings, AnswerUsage
 from localllm_tui.control.formatting import bar
 from localllm_tui.control.terminal import printable
@@ -133,11 +134,11 @@ class AnswerSpeed:
         return None if rate is None else rate * physics.token_bytes(self.depth) / 1e9
 
 
-def gb(n_bytes: float) -> str:
+def memory_size(n_bytes: float) -> str:
     """Bytes in GB, or in MB below one, in three figures or so."""
     if n_bytes >= 1e9:
-        return f"{n_bytes / 1e9:.2f} GB"
-    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"
+        return gb(n_bytes, 2)
+    return mb(n_bytes, 0 if n_bytes >= 1e7 else 2)
 
 
 def bars(values: Sequence[float], cells: int) -> list[str]:
@@ -177,7 +178,7 @@ def panel_lines(
 
 def headline(physics: ModelPhysics, speed: AnswerSpeed) -> str:
     """The panel in one sentence: "each token reads 2.31 GB, 28 of 34 GB/s, 82 % of what this memory can do"."""
-    said = f"each token reads {gb(physics.token_bytes(speed.depth))}"
+    said = f"each token reads {memory_size(physics.token_bytes(speed.depth))}"
     achieved = speed.achieved_gbps(physics)
     if achieved is None:
         return said
@@ -228,8 +229,8 @@ def _token(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     rows = [(name, n) for name, n in rows if n or name == "KV cache"]
     drawn = bars([n for _, n in rows], _BAR)
     return [
-        f"EACH TOKEN READS {gb(physics.token_bytes(speed.depth))}",
-        *(f"  {name:<9}{gb(n):>9}  {cells}" for (name, n), cells in zip(rows, drawn, strict=True)),
+        f"EACH TOKEN READS {memory_size(physics.token_bytes(speed.depth))}",
+        *(f"  {name:<9}{memory_size(n):>9}  {cells}" for (name, n), cells in zip(rows, drawn, strict=True)),
         f"  {physics.quant} weights, {physics.kv_type} KV, {speed.depth:,.0f} deep",
     ]
 
@@ -277,8 +278,8 @@ def _memory(physics: ModelPhysics, _: AnswerSpeed) -> list[str]:
     weights, kv = float(needs.get("weights_bytes") or 0), float(needs.get("kv_bytes") or 0)
     drawn = [f"  {bar(round(total), round(limit), PANEL_WIDTH - 2)}"] if limit else []
     return [
-        f"MEMORY {gb(total)}" + (f" of {gb(limit)}" if limit else ""),
+        f"MEMORY {memory_size(total)}" + (f" of {memory_size(limit)}" if limit else ""),
         *drawn,
-        f"  weights {gb(weights)}, KV {gb(kv)}",
-        f"  buffers and state {gb(total - weights - kv)}",
+        f"  weights {memory_size(weights)}, KV {memory_size(kv)}",
+        f"  buffers and state {memory_size(total - weights - kv)}",
     ]

@@ -18,9 +18,10 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.errors import LocalLLMError, UsageError
+from localllm.formatting import byte_size
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import interfaces
-from localllm_tui.control.formatting import amount, elide, in_lines
+from localllm_tui.control.formatting import elide, in_lines
 from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PlanList, PlanRequest
 from localllm_tui.control.keys import MODELS, KeyContext, hints
 from localllm_tui.control.model_list import (
@@ -203,7 +204,7 @@ class ModelsScreen(ModalScreen[str | None]):
             rows = [(m.path, disk_line(m, self._columns, in_use=m.name == self._current)) for m in found]
             self.query_one("#columns", Static).update(disk_head(self._columns))
             total = sum(m.size_bytes for m in found)
-            said = f"{len(found)} on this disk, {amount(total)}" if self._disk is not None else "looking …"
+            said = f"{len(found)} on this disk, {byte_size(total)}" if self._disk is not None else "looking …"
             said += "" if self._shows_disk else " · planning what else fits …"
         else:
             rows = [(o.ref, self._line(o)) for o in self._ordered()]
@@ -428,7 +429,7 @@ class ModelsScreen(ModalScreen[str | None]):
             self.notify(f"{model.name} is kept by {model.owner}: remove it there", severity="warning", markup=False)
         elif self._removing != model.path:
             self._removing = model.path
-            said = f"Delete again removes {model.name} ({amount(model.size_bytes)}) for good"
+            said = f"Delete again removes {model.name} ({byte_size(model.size_bytes)}) for good"
             self.query_one("#details", Static).update(said)
         else:
             self._removing = ""
@@ -437,7 +438,7 @@ class ModelsScreen(ModalScreen[str | None]):
     async def _remove(self, model: InstalledModel) -> None:
         try:
             freed = await asyncio.to_thread(self._service.remove, model)
-            self.notify(f"removed {model.name}: {amount(freed)} freed", markup=False)
+            self.notify(f"removed {model.name}: {byte_size(freed)} freed", markup=False)
         except LocalLLMError as e:
             self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)
         await self._look_at_disk()

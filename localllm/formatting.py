@@ -1,0 +1,27 @@
+"""How amounts and rates are written: 1 GB = 1e9 bytes."""
+
+from __future__ import annotations
+
+
+def gb(n_bytes: float, digits: int | None = None) -> str:
+    """Gigabytes with so many digits after the point; without a number as people read them: 43.1 GB, 0.27 GB."""
+    if digits is None:
+        digits = 1 if n_bytes >= 1e9 else 2
+    return f"{n_bytes / 1e9:.{digits}f} GB"
+
+
+def mb(n_bytes: float, digits: int = 1) -> str:
+    """Megabytes, of what is too small for gigabytes: 67.1 MB."""
+    return f"{n_bytes / 1e6:,.{digits}f} MB"
+
+
+def byte_size(n_bytes: float) -> str:
+    """Bytes as lists show them: 4.7 GB, 98 MB, 12 kB."""
+    if n_bytes >= 1e9:
+        return gb(n_bytes, 1)
+    return mb(n_bytes, 0) if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
+
+
+def rate(tok_s: float) -> str:
+    """Tokens per second: three figures are enough."""
+    return f"{tok_s:.0f}" if tok_s >= 20 else f"{tok_s:.1f}"
