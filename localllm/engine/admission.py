@@ -53,21 +53,28 @@ class Admission:
             return
         most = self.memory.may_run()
         while self.jobs.waiting and (len(self.jobs.running) < most or self.jobs.shares.shared):
-            now, had = self.jobs.clock(), self.jobs.had
-            ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
-            sources = {job.id: self._source(job, self.jobs.running.values()) for job in ready}
-            order = admission_order(
-                [Want(j.id, len(j.tokens) - sources[j.id].length, 0, now - j.arrived_s, had(j)) for j in ready]
-            )
-            room = len(self.jobs.running) < most
-            if room and order and self._try_admit(self.jobs.waiting[order[0]], sources[order[0]], now):
-                continue
-            if order and self.jobs.shares.shared and self._make_way(self.jobs.waiting[order[0]], most, now):
-                continue
-            if not (room and any(self._try_admit(self.jobs.waiting[key], sources[key], now) for key in order[1:])):
+            if not self._admit_next(most):
                 return
 
-    def _make_way(self, job: RunningRequest, most: int, now: float) -> bool:
+    def _admit_next(self, most: int) -> bool:
+        """Let in the first in the order that can be, `most` together; False where none can."""
+        now, computed = self.jobs.clock(), self.jobs.computed
+        ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
+        sources = {job.id: self._source(job, self.jobs.running.values()) for job in ready}
+        order = admission_order(
+            [Want(j.id, len(j.tokens) - sources[j.id].length, 0, now - j.arrived_s, computed(j)) for j in ready]
+        )
+        if not order:
+            return False
+        first, *others = (self.jobs.waiting[key] for key in order)
+        has_place = len(self.jobs.running) < most
+        if has_place and self._try_admit(first, sources[first.id], now):
+            return True
+        if self.jobs.shares.shared and self._preempt_for(first, most, now):
+            return True
+        return has_place and any(self._try_admit(job, sources[job.id], now) for job in others)
+
+    def _preempt_for(self, job: RunningRequest, most: int, now: float) -> bool:
         """Have the tenant that has most requests running give a place to `job`, whose tenant is next: its youngest wait
         again (what they have read stays in the cache). True if the job was let in."""
         source = self._source(job, self.jobs.running.values())
@@ -75,8 +82,9 @@ class Admission:
         if waits or job.id in self._in_vain:
             return False
         running = self.jobs.running
-        while (gives := self.jobs.shares.makes_way(job.tenant, (j.tenant for j in running.values()))) is not None:
-            self.jobs.park(max((j for j in running.values() if j.tenant == gives), key=lambda j: j.arrived_s))
+        victims = self.jobs.shares.preempted
+        while (tenant := victims(job.tenant, (j.tenant for j in running.values()))) is not None:
+            self.jobs.park(max((j for j in running.values() if j.tenant == tenant), key=lambda j: j.arrived_s))
             if len(running) < most and self._try_admit(job, self._source(job, running.values()), now):
                 return True
         # Nobody is parked for it again: it waits for room like others.
@@ -84,7 +92,7 @@ class Admission:
         return False
 
     def _try_admit(self, job: RunningRequest, source: PrefixSource, now: float) -> bool:
-        if not self._stands(source):
+        if not self._holds(source):
             # Room was made, or a place given, for one that did not get in after all.
             source = self._source(job, self.jobs.running.values())
         rewinds = self.backend.capabilities.rewind == "any"
@@ -92,21 +100,7 @@ class Admission:
             return False
         if not self._in_memory(job, source.state):
             return False
-        tokens = _matching(job).tokens
-        left = job.max_tokens - job.n_generated
-        reserve = min(left, _ANSWER_RESERVE_TOKENS)
-        need = self.jobs.pool.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
-        # Besides, everybody's next step must fit, or somebody is parked in it.
-        growing = sum(j.pending for j in self.jobs.running.values())
-        live = len(self.jobs.running) + (0 if source.kind == "idle" else 1)
-        # What comes from the cache has its cells made free as it comes: what leaves for it finds room where that was.
-        coming = source.plan.saved if source.plan is not None and source.plan.divisible else 0
-        due = sum(j.restoring.due_tokens for j in self.jobs.running.values() if j.restoring is not None)
-        pool = self.jobs.pool
-        if not (
-            pool.may_have(need + growing + due, source)
-            and pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
-        ):
+        if not self._make_room(job, source):
             if self.jobs.running:
                 return False
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
@@ -115,7 +109,7 @@ class Admission:
             # Making room took it out of memory.
             return False
         try:
-            taken = self.jobs.pool.take(source, tokens)
+            taken = self.jobs.pool.take(source, _matching(job).tokens)
         except NoCellsError:
             return False
         job.sequence, job.n_kv, job.restoring, job.known = taken.sequence, taken.held, taken.rest, source.known
@@ -128,7 +122,21 @@ class Admission:
         job.admitted_s = now
         return True
 
-    def _stands(self, source: PrefixSource) -> bool:
+    def _make_room(self, job: RunningRequest, source: PrefixSource) -> bool:
+        """Cells for its prompt and some of its answer, besides everybody's next step, or somebody is parked in that."""
+        running, pool, tokens = self.jobs.running.values(), self.jobs.pool, _matching(job).tokens
+        reserve = min(job.max_tokens - job.n_generated, _ANSWER_RESERVE_TOKENS)
+        need = pool.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
+        growing = sum(j.pending for j in running)
+        due = sum(j.restoring.due_tokens for j in running if j.restoring is not None)
+        if not pool.can_reserve(need + growing + due, source):
+            return False
+        live = len(running) + (0 if source.kind == "idle" else 1)
+        # What comes from the cache has its cells made free as it comes: what leaves for it finds room where that was.
+        coming = source.plan.saved if source.plan is not None and source.plan.divisible else 0
+        return pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
+
+    def _holds(self, source: PrefixSource) -> bool:
         """Is the line still there that `source` takes from?"""
         if source.kind == "running":
             return any(job.sequence == source.sequence for job in self.jobs.running.values())
@@ -255,7 +263,7 @@ class MemoryPolicy:
         loaded = self.backend.memory()
         self._kv_at_load = loaded.kv_bytes + loaded.recurrent_bytes > 0
 
-    def mind(self, *, give_back_all: bool = False) -> None:
+    def apply(self, *, give_back_all: bool = False) -> None:
         """Look at what is available now and then; under pressure the prefix cache shrinks and stops growing."""
         guard, budget = self.guard, self.jobs.pool.kv.budget
         if not guard.look(self.jobs.clock(), force=give_back_all):
@@ -274,7 +282,7 @@ class MemoryPolicy:
         if self.jobs.running:
             return 1
         self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
-        self.mind(give_back_all=True)
+        self.apply(give_back_all=True)
         if self.guard.pressure == "hold":
             # One that was parked in mid-answer is not refused: it has begun.
             for job in [j for j in self.jobs.waiting.values() if not j.admissions]:

@@ -27,7 +27,7 @@ from localllm.engine.prefill_slices import PrefillInterrupt, prefill_policy
 from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.grammar import BackgroundCompiler, MakeConstraint
-from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Shares, Want, plan_step
+from localllm.engine.scheduler import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer, Grant, Limits, Shares, Want, plan_step
 from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Placed
@@ -39,7 +39,7 @@ from localllm_backends.contract import Backend, BackendFailure, InterruptedStepE
 
 # Where requests only wait for a grammar, an image or the disk, new messages are looked for this often, in seconds.
 WAIT_S = 0.01
-# Housekeeping begins so long after the last step, in seconds, where a piece of it takes long (`Engine.rest_s`).
+# Housekeeping begins so long after the last step, in seconds, where a piece of it takes long (`Engine.idle_wait_s`).
 IDLE_GRACE_S = 0.05
 # With nothing to do: how often an idle engine looks whether others need its memory, and how often where housekeeping goes on
 # once something is written, in seconds.
@@ -202,7 +202,7 @@ class Engine:
         if job is None:
             return []
         self.metrics.cancelled += 1
-        self._outputs.say()
+        self._outputs.send_text()
         self.jobs.finish(job, "cancelled")
         return self.jobs.drain()
 
@@ -225,7 +225,7 @@ class Engine:
         if self._process(grants, result) and not (self._overlaps and self.has_work):
             self._afterwards(tell)
         now = self.clock()  # a step that took longer than any is planned was stopped, and computed nothing meanwhile
-        self._rests_until_s = now + min(now - began_s, ALONE_STEP_S) * (1.0 / self.settings.power - 1.0)
+        self._rests_until_s = now + min(now - began_s, SINGLE_STEP_S) * (1.0 / self.settings.power - 1.0)
         return self.jobs.drain()
 
     @property
@@ -234,7 +234,7 @@ class Engine:
         return self.has_work and not self._stalled
 
     @property
-    def rest_s(self) -> float:
+    def idle_wait_s(self) -> float:
         """How long its owner may wait for a message before it calls `step` or `idle` again, in seconds."""
         if self.has_work:
             return max(0.0, self._rests_until_s - self.clock())
@@ -286,7 +286,7 @@ class Engine:
     def _admit(self) -> None:
         """Let in who fits; idle sequences leave the context; cached prefixes come back."""
         self._admission.admit()
-        self._make_way()
+        self._evict_idle()
         self._admission.restore()
 
     def _schedule(self) -> list[Grant]:
@@ -323,7 +323,7 @@ class Engine:
             return
         self._after = False
         self._outputs.look_ahead()
-        self._outputs.say()
+        self._outputs.send_text()
         if tell is not None and self.jobs.events:
             tell(self.jobs.drain())
         if self._observed is not None:
@@ -360,12 +360,12 @@ class Engine:
 
     def _lose_running(self, error: BackendFailure) -> None:
         """Everything in the step is lost, and says so."""
-        self._outputs.say()
+        self._outputs.send_text()
         for job in list(self.jobs.running.values()):
             self.jobs.fail(job, Failure(job.id, "backend_error", str(error)))
 
     def _wake(self, *, busy: bool) -> None:
-        self._memory.mind()
+        self._memory.apply()
         if (disk := self.pool.kv.disk) is not None:
             disk.working(busy)
 
@@ -386,17 +386,11 @@ class Engine:
     # --- one step ------------------------------------------------------------------------------------------------
 
     def _plan(self) -> list[Grant]:
-        now = self.clock()
-        ready = [j for j in self.jobs.running.values() if j.steppable and not self.prefill.keeps_out(j)]
-        info, only = self.backend.info, len(self.jobs.waiting) + len(self.jobs.running) == 1
-        # A rest is as long as its step asks for.
-        alone = only and self._interrupt.can_end and self.settings.power >= 1.0
-        lone = self._sizer.lone(ALONE_STEP_S if alone else LONE_STEP_S)
+        now, info = self.clock(), self.backend.info
+        ready = [j for j in self.jobs.running.values() if j.steppable and not self.prefill.excludes(j)]
+        prompt_only = self._prompt_only_tokens()
         if self._images is not None:
-            most = min(info.n_batch, self._sizer.chunk if self.jobs.decoding else lone)
-            image = self._images.plan(ready, most)
-            for job, said in self._images.failed:
-                self.jobs.fail(job, Failure(job.id, "invalid_request", said))
+            image = self._plan_image(self._images, ready, prompt_only)
             if image is not None:
                 return [image]
             ready = [j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)]
@@ -408,17 +402,32 @@ class Engine:
                 prefill=job.until_checkpoint if job.prefilling else 0,
                 decode=0 if job.prefilling else 1 + len(job.draft),
                 waited_s=now - job.arrived_s,
-                had=self.jobs.had(job),
+                computed=self.jobs.computed(job),
             )
             for job in ready
         ]
-        return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, lone))
+        return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, prompt_only))
 
-    def _make_way(self) -> None:
+    def _prompt_only_tokens(self) -> int:
+        """Prefill tokens of a step in which nobody decodes: more where one request is all there is, and can be interrupted."""
+        only = len(self.jobs.waiting) + len(self.jobs.running) == 1
+        # A rest is as long as its step asks for.
+        undisturbed = only and self._interrupt.can_end and self.settings.power >= 1.0
+        return self._sizer.prompt_tokens(SINGLE_STEP_S if undisturbed else PROMPT_STEP_S)
+
+    def _plan_image(self, images: ImageSteps, ready: list[RunningRequest], prompt_only: int) -> Grant | None:
+        """The image that is read in this step; those that can't be read end their requests."""
+        most = min(self.backend.info.n_batch, self._sizer.chunk if self.jobs.decoding else prompt_only)
+        image = images.plan(ready, most)
+        for job, why in images.failed:
+            self.jobs.fail(job, Failure(job.id, "invalid_request", why))
+        return image
+
+    def _evict_idle(self) -> None:
         """Idle sequences leave before a prompt is read."""
         running = self.jobs.running.values()
         n_tokens = 0 if self.jobs.decoding else sum(job.to_compute for job in running)
-        self.pool.make_way(n_tokens, live=len(running), prefill_tok_s=self._sizer.prefill_tok_s, clock=self.clock)
+        self.pool.evict_idle(n_tokens, live=len(running), prefill_tok_s=self._sizer.prefill_tok_s, clock=self.clock)
 
     def _slice(self) -> None:
         """What the backend's prefill policy does between the steps."""
@@ -430,7 +439,7 @@ class Engine:
 
     def _slice_s(self) -> float:
         """How long others wait for their next step at most, in seconds."""
-        return self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else LONE_STEP_S
+        return self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else PROMPT_STEP_S
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
@@ -457,7 +466,7 @@ class Engine:
             self.pace.observe(len(job.tokens), seconds)
 
     def snapshot(self) -> dict[str, float | int | str]:
-        self._memory.mind()
+        self._memory.apply()
         kv = self.pool.kv
         return {
             **self.metrics.snapshot(self.clock()),

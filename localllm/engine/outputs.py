@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from localllm.engine.messages import Failure, FinishReason, Text, TokenLogprob
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
+from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.row import Row
 from localllm.engine.sampling.sampler import Sampler
 from localllm.engine.scheduler import Grant
@@ -27,16 +29,16 @@ class OutputProcessor:
         self._samples = self.backend.capabilities.samples
         self._defers = self.backend.capabilities.asynchronous
         # Tokens whose text is not made yet.
-        self._unsaid: list[tuple[RunningRequest, list[int]]] = []
+        self._pending: list[tuple[RunningRequest, list[int]]] = []
         # What the step under way was asked to sample.
         self._asked: list[tuple[Sampler, SampleSpec]] = []
 
-    def say(self) -> None:
+    def send_text(self) -> None:
         """Make the text of what was chosen since, where the next step's computing left time for that."""
-        for job, tokens in self._unsaid:
+        for job, tokens in self._pending:
             text = job.text.push(tokens[0]) if len(tokens) == 1 else "".join(map(job.text.push, tokens))
             self.jobs.events.append(Text(job.id, text, tuple(tokens)))
-        self._unsaid.clear()
+        self._pending.clear()
 
     def look_ahead(self) -> None:
         """What of the step after the one under way does not depend on that."""
@@ -51,7 +53,8 @@ class OutputProcessor:
         if grant.prefill:
             tokens = job.tokens[job.n_kv : job.n_kv + grant.n_tokens]
             last = job.n_kv + grant.n_tokens == len(job.tokens)
-            if (placed := job.image) is not None:
+            placed = job.image
+            if placed is not None:
                 assert self.images is not None
                 assert self.images.chosen is not None
                 part = ImagePart(placed.run, self.images.chosen, job.n_kv - placed.start)
@@ -104,62 +107,71 @@ class OutputProcessor:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
-        best = self._chosen(job, result, index, len(draft))
-        told, constraint = job.request.generation.logprobs is not None, job.sampler.constraint
-        # What its text may end, or its row explains, is said before the next step.
-        deferred = self._defers and constraint is None and not told and not job.text.watches
-        if best and deferred and not draft:
-            reason = self._emit(job, best[0], None, None)
-            if reason != "stop":
-                self._unsaid.append((job, best))
-            self.jobs.speculator.emitted(job, best, 0, 0)
-            if reason is not None:
-                self.say()
-                self.jobs.finish(job, reason)
-            return
-        rows = result.logits(index) if told or not best else None
-        accepted = 0
         before = len(job.tokens)
-        said: list[Text] = []
-        finish: FinishReason | None = None
-        stuck = False
-        for i in range(len(draft) + 1):
-            row = None if rows is None else rows[i]
-            if best or row is None:
-                token = best[i]
-            elif drawn_from is not None and i < len(draft):
-                token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
-            else:
-                token = job.sampler.choose(row, job.tokens)
-            stuck = constraint is not None and constraint.stuck
-            if stuck:
-                break
-            right = i < len(draft) and token == draft[i]
+        best = self._chosen(job, result, index, len(draft))
+        deferred = self._defers_text(job)
+        texts: list[Text] | None = None if deferred else []
+        accepted, finish = 0, None
+        if best and deferred and not draft:  # the usual step of a device
+            finish = self._emit(job, best[0], None, None)
+        else:
+            rows = result.logits(index) if not best or job.request.generation.logprobs is not None else None
+            accepted, finish = self._verify(job, _Drafted(draft, drawn_from, best, rows), texts)
+        if deferred:
+            self._pending_text(job, job.tokens[before:] if finish != "stop" else job.tokens[before:-1])
+        elif texts:
+            self.jobs.events.append(_joined(texts))
+        self._count_drafts(job, len(draft), accepted)
+        self.jobs.speculator.emitted(job, job.tokens[before:], len(draft), accepted)
+        constraint = job.sampler.constraint
+        if constraint is not None and constraint.stuck:
+            self.jobs.finish(job, "stop", Failure(job.id, "constraint_stuck", constraint.why_stuck))
+        elif finish is not None:
+            self.send_text()
+            self.jobs.finish(job, finish)
+
+    def _defers_text(self, job: RunningRequest) -> bool:
+        """Whether its text is made beside the next step: what it may end, or its row explains, is sent before."""
+        if not self._defers or job.sampler.constraint is not None:
+            return False
+        return job.request.generation.logprobs is None and not job.text.watches
+
+    def _verify(
+        self, job: RunningRequest, drafted: _Drafted, texts: list[Text] | None
+    ) -> tuple[int, FinishReason | None]:
+        """Emit tokens as far as the draft was right, and the one behind. Returns how many of it were, and why the request
+        ends, if it does."""
+        constraint, accepted = job.sampler.constraint, 0
+        for i in range(len(drafted.tokens) + 1):
+            row = None if drafted.rows is None else drafted.rows[i]
+            token = drafted.choose(job, row, i)
+            if constraint is not None and constraint.stuck:
+                return accepted, None
+            right = i < len(drafted.tokens) and token == drafted.tokens[i]
             accepted += right
-            finish = self._emit(job, token, row, None if deferred else said)
+            finish = self._emit(job, token, row, texts)
             if finish is not None or not right:
-                break
-        if deferred and (unsaid := job.tokens[before:] if finish != "stop" else job.tokens[before:-1]):
-            self._unsaid.append((job, unsaid))
-        self.jobs.events += said if len(said) < 2 else [_joined(said)]
-        # The KV of a drafted token that ended the answer is right too; what lies behind it is not.
-        rejected = len(draft) - accepted
+                return accepted, finish
+        return accepted, None
+
+    def _count_drafts(self, job: RunningRequest, n_drafted: int, accepted: int) -> None:
+        """The KV of a drafted token that ended the answer is right too; what lies behind it is not."""
+        rejected = n_drafted - accepted
         job.accepted_drafts += accepted
         job.rejected_drafts += rejected
-        self.jobs.speculator.emitted(job, job.tokens[before:], len(draft), accepted)
         if rejected:
             job.n_kv -= rejected
             assert job.sequence is not None
             self.backend.truncate(job.sequence, job.n_kv)
-        if constraint is not None and stuck:
-            self.jobs.finish(job, "stop", Failure(job.id, "constraint_stuck", constraint.why_stuck))
-        elif finish is not None:
-            self.say()
-            self.jobs.finish(job, finish)
+
+    def _pending_text(self, job: RunningRequest, tokens: list[int]) -> None:
+        if tokens:
+            self._pending.append((job, tokens))
 
     def _chosen(self, job: RunningRequest, result: StepResult, index: int, n_drafted: int) -> list[int]:
         """The tokens of a job's chunk where nobody need look at its rows here, else none."""
-        if self._samples and not n_drafted and (token := result.sampled(index)) is not None:
+        token = result.sampled(index) if self._samples and not n_drafted else None
+        if token is not None:
             job.sampler.sampled(token)
             return [token]
         if job.sampler.takes_argmax(len(job.tokens), n_drafted):
@@ -167,43 +179,64 @@ class OutputProcessor:
             return best if job.sampler.allows(best, len(job.tokens)) else []
         return []
 
-    def _emit(self, job: RunningRequest, token: int, row: Row | None, said: list[Text] | None) -> FinishReason | None:
-        """Append one chosen token, and its text to `said` (None: later); the reason if it ends the request."""
+    def _emit(self, job: RunningRequest, token: int, row: Row | None, texts: list[Text] | None) -> FinishReason | None:
+        """Append one chosen token, and its text to `texts` (None: later); the reason if it ends the request."""
         if job.first_token_s is None:
             job.first_token_s = now = self.jobs.clock()
             job.prefill_s = now - (job.admitted_s or now)
         self.jobs.metrics.generated_tokens += 1
-        if job.ends_with(token, self._eog):
-            job.tokens.append(token)
-            return "stop"
+        is_end = job.ends_with(token, self._eog)
         job.tokens.append(token)
-        if said is not None:
-            told = job.request.generation.logprobs is not None
-            logprobs = self._logprobs(job, token, row) if told and row is not None else ()
-            said.append(Text(job.id, job.text.push(token), (token,), logprobs))
-            if job.text.stopped_by is not None:
-                return "stop"
-        if job.sampler.constraint is not None and job.sampler.constraint.finished:
+        if is_end:
+            return "stop"
+        if texts is not None:
+            texts.append(Text(job.id, job.text.push(token), (token,), self._logprobs(job, token, row)))
+        stopped = texts is not None and job.text.stopped_by is not None
+        constraint = job.sampler.constraint
+        if stopped or (constraint is not None and constraint.finished):
             return "stop"
         if job.loop_guard is not None and job.loop_guard.loops(token):
             return "repetition"
         n = len(job.tokens)
         return "length" if n - job.n_prompt >= job.max_tokens or n >= self._n_ctx else None
 
-    def _logprobs(self, job: RunningRequest, token: int, row: Row) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, job: RunningRequest, token: int, row: Row | None) -> tuple[TokenLogprob, ...]:
+        """Those that were asked for."""
+        asked = job.request.generation
+        if asked.logprobs is None or row is None:
+            return ()
+
         def text(t: int) -> str:
             return self.backend.token_bytes(t, special=True).decode("utf-8", "surrogateescape")
 
-        told = job.request.generation
-        own, best = job.sampler.log_probabilities(row, token, told.logprobs or 0, told.logprobs_of)
+        own, best = job.sampler.log_probabilities(row, token, asked.logprobs, asked.logprobs_of)
         return (TokenLogprob(text(token), token, own, tuple((text(t), t, p) for t, p in best)),)
 
 
-def _joined(said: list[Text]) -> Text:
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """A draft to be verified: its tokens, what they were drawn from (None: no distribution), what the backend chose (`best`,
+    empty: nothing) and the rows of logits (None: not looked at)."""
+
+    tokens: list[int]
+    drawn_from: list[Distribution] | None
+    best: list[int]
+    rows: Row | None
+
+    def choose(self, job: RunningRequest, row: Row | None, i: int) -> int:
+        """The token that comes in place `i`."""
+        if self.best or row is None:
+            return self.best[i]
+        if self.drawn_from is not None and i < len(self.tokens):
+            return job.sampler.verify(row, job.tokens, self.tokens[i], self.drawn_from[i])[0]
+        return job.sampler.choose(row, job.tokens)
+
+
+def _joined(texts: list[Text]) -> Text:
     """One event for all a step said to one request: clients are woken once per step, not once per token."""
     return Text(
-        said[0].id,
-        "".join(t.text for t in said),
-        tuple(token for t in said for token in t.tokens),
-        tuple(p for t in said for p in t.logprobs),
+        texts[0].id,
+        "".join(t.text for t in texts),
+        tuple(chain.from_iterable(t.tokens for t in texts)),
+        tuple(chain.from_iterable(t.logprobs for t in texts)),
     )

@@ -37,13 +37,13 @@ class ChunkedPrefill:
         return False
 
     def advance(
-        self, running: Iterable[RunningRequest], slice_s: Callable[[], float], spare_bytes: int | None
+        self, running: Iterable[RunningRequest], slice_s: Callable[[], float], free_bytes: int | None
     ) -> tuple[RunningRequest, int] | None:
-        """Before a step: read for `slice_s`, or begin with a prompt if `spare_bytes` of memory are enough. Returns the request
+        """Before a step: read for `slice_s`, or begin with a prompt if `free_bytes` of memory are enough. Returns the request
         that is read and how many tokens of it are done."""
         return None
 
-    def keeps_out(self, job: RunningRequest) -> bool:
+    def excludes(self, job: RunningRequest) -> bool:
         """True for what must not be in the next step."""
         return False
 
@@ -89,11 +89,11 @@ class SlicedPrefill(ChunkedPrefill):
         return self.job is not None
 
     def advance(
-        self, running: Iterable[RunningRequest], slice_s: Callable[[], float], spare_bytes: int | None
+        self, running: Iterable[RunningRequest], slice_s: Callable[[], float], free_bytes: int | None
     ) -> tuple[RunningRequest, int] | None:
         """See `ChunkedPrefill`."""
         if self.job is None:
-            self._begin(running, spare_bytes)
+            self._begin(running, free_bytes)
         job = self.job
         if job is None:
             return None
@@ -103,11 +103,11 @@ class SlicedPrefill(ChunkedPrefill):
         if job is self.job:
             return job, self._start + self._read
         # The next one must not get into the step.
-        self._begin(running, spare_bytes)
+        self._begin(running, free_bytes)
         return None
 
-    def _begin(self, running: Iterable[RunningRequest], spare_bytes: int | None) -> None:
-        """Take the longest waiting of the long prompts in hand if somebody else is decoding and `spare_bytes` of memory
+    def _begin(self, running: Iterable[RunningRequest], free_bytes: int | None) -> None:
+        """Take the longest waiting of the long prompts in hand if somebody else is decoding and `free_bytes` of memory
         (None: unknown) are enough."""
         if self.job is not None:
             return
@@ -115,8 +115,8 @@ class SlicedPrefill(ChunkedPrefill):
         fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
         if not fit or all(j.prefilling for j in jobs):
             return
-        job = min(fit, key=lambda j: (self.shares.had(j.tenant) or 0, j.submitted_s))
-        if spare_bytes is not None and self.backend.sliced_prefill_bytes(len(job.tokens)) > spare_bytes:
+        job = min(fit, key=lambda j: (self.shares.computed_for(j.tenant) or 0, j.submitted_s))
+        if free_bytes is not None and self.backend.sliced_prefill_bytes(len(job.tokens)) > free_bytes:
             return
         assert job.sequence is not None
         try:
@@ -133,7 +133,7 @@ class SlicedPrefill(ChunkedPrefill):
         new = job.prefilling and job.running and not job.images
         return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
-    def keeps_out(self, job: RunningRequest) -> bool:
+    def excludes(self, job: RunningRequest) -> bool:
         """True for what must not be in this step: the prompt that is read in slices, others as long (they are next), and
         shorter ones too unless this step is theirs."""
         if self.job is None:
@@ -149,19 +149,13 @@ class SlicedPrefill(ChunkedPrefill):
 
     def _ahead(self, job: RunningRequest) -> bool:
         """Has its tenant had less than that of the prompt which is read in slices? Then it goes first."""
-        return self.job is not None and self.shares.behind(job.tenant, self.job.tenant)
+        return self.job is not None and self.shares.has_less(job.tenant, self.job.tenant)
 
     def _run(self, seconds: float, running: Iterable[RunningRequest]) -> int:
         """Spend about `seconds` on it before a step; every second time not, if shorter prompts among the `running` want
         the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
         None again. Where it can't go on, what is computed is kept and the rest is read the ordinary way."""
-        if self._slices is None or self.job is None:
-            return 0
-        if any(j.steppable and j.prefilling and self._ahead(j) for j in running):
-            return 0
-        shorter = any(j.steppable and j.prefilling and j is not self.job and not self._next(j) for j in running)
-        self._waited = shorter and not self._waited
-        if self._waited:
+        if self._slices is None or self.job is None or self._yields_to(running):
             return 0
         before = self._read
         try:
@@ -175,6 +169,15 @@ class SlicedPrefill(ChunkedPrefill):
             self._keep()
             self._end()
         return self._read - before
+
+    def _yields_to(self, running: Iterable[RunningRequest]) -> bool:
+        """Do others read in this step: those of a tenant that is first, and every second time shorter prompts?"""
+        reading = [j for j in running if j.steppable and j.prefilling]
+        if any(self._ahead(job) for job in reading):
+            return True
+        shorter = any(job is not self.job and not self._next(job) for job in reading)
+        self._waited = shorter and not self._waited
+        return self._waited
 
     def _join(self, seconds: float) -> None:
         """Append pieces of what is computed for about `seconds`, at least one."""

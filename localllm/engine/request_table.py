@@ -19,7 +19,7 @@ from localllm_backends.contract import CannotRewindError
 
 _PREFILL_EVENT_S = 0.25
 # Of a job's sampling; its seed and biases are its client's business.
-_TOLD = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
+_SHOWN_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
          "frequency_penalty", "dry_multiplier", "xtc_probability", "xtc_threshold")  # fmt: skip
 
 
@@ -57,9 +57,9 @@ class RequestTable:
         """True while there is nothing to do but to wait for somebody's grammar."""
         return not self.running and any(job.compilation is not None for job in self.waiting.values())
 
-    def had(self, job: RunningRequest) -> int | None:
-        """What its tenant has had (see Shares.had)."""
-        return self.shares.had(job.tenant)
+    def computed(self, job: RunningRequest) -> int | None:
+        """The tokens computed for its tenant (see Shares.computed_for)."""
+        return self.shares.computed_for(job.tenant)
 
     def overview(self) -> list[dict[str, Any]]:
         """Every job as plain values, without a word of its prompt: those that run in order of admission, then those
@@ -74,7 +74,7 @@ class RequestTable:
                 "cached_tokens": job.cached,
                 "generated_tokens": job.n_generated,
                 "max_tokens": job.max_tokens,
-                "sampling": {name: getattr(job.request.generation.sampling, name) for name in _TOLD},
+                "sampling": {name: getattr(job.request.generation.sampling, name) for name in _SHOWN_SAMPLING},
             }
             for job in (*self.running.values(), *self.waiting.values())
         ]
@@ -115,12 +115,12 @@ class RequestTable:
         sequence = self.detach(job, keep=job.shares)
         if sequence is None:
             return
-        held = self._whole(job, sequence)
+        held = self._held_tokens(job, sequence)
         if job.shares:
             self.history.add(held)
         self.pool.release(sequence, held, keep=job.shares)
 
-    def _whole(self, job: RunningRequest, sequence: int) -> Tokens:
+    def _held_tokens(self, job: RunningRequest, sequence: int) -> Tokens:
         """What `sequence`, which was the job's, holds, without half an image at its end."""
         n = image_boundary(job.tokens, job.n_kv)
         if n < job.n_kv:
@@ -135,7 +135,7 @@ class RequestTable:
         """Take a running job out of the context, to wait for its turn again; what it has read stays in the cache."""
         sequence = self.detach(job, keep=job.shares)
         assert sequence is not None
-        held = self._whole(job, sequence)
+        held = self._held_tokens(job, sequence)
         if job.shares:
             self.pool.park(sequence, held)
         else:

@@ -25,12 +25,12 @@ _LEAST_SLICE = 5.0
 _MIN_CHUNK = 16
 # Nobody decodes, but others read their prompts or wait, or a cancel has to wait for the end of the step: no step takes
 # longer than this, once speed is known.
-LONE_STEP_S = 0.35
+PROMPT_STEP_S = 0.35
 # One prompt, nobody else, and its cancel ends the step in the middle: only who comes now waits for it. Each step costs its
 # threads' waits for each other (on two busy cores 740 sleeps with SmolLM2 and 540 with gemma-3-270m, however many tokens
 # are in it): 3,000 tokens took 5 to 10 % longer in steps of 128 than of 512, which is what llama.cpp's own server takes.
-ALONE_STEP_S = 4.0
-_LONE_CHUNK, _DEVICE_CHUNK = 128, 512
+SINGLE_STEP_S = 4.0
+_PROMPT_CHUNK, _DEVICE_CHUNK = 128, 512
 # llama.cpp's attention on a CPU computes tiles of so many tokens, full or not.
 _TILE = 64
 # A dearer token is believed sooner than a cheaper one: what a token costs grows with the depth it is read at (5 % per chunk,
@@ -48,14 +48,14 @@ _HEAD_START_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What one request could use: `prefill` tokens still to read, or `decode` tokens (1 + draft length). `had`:
+    """What one request could use: `prefill` tokens still to read, or `decode` tokens (1 + draft length). `computed`:
     what was computed for its tenant, in tokens (scheduler.py; None: there is only one)."""
 
     key: str
     prefill: int
     decode: int = 0
     waited_s: float = 0.0
-    had: int | None = None
+    computed: int | None = None
 
 
 class Grant(NamedTuple):
@@ -69,12 +69,12 @@ class Grant(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Hard limits of one step: batch tokens, rows of logits, and the prefill tokens allowed beside decoding (`chunk`)
-    and when nobody decodes (`lone`)."""
+    and when nobody decodes (`prompt_only`)."""
 
     n_batch: int
     n_outputs: int
     chunk: int
-    lone: int
+    prompt_only: int
 
 
 def plan_step(wants: Seq[Want], limits: Limits) -> list[Grant]:
@@ -92,19 +92,20 @@ def plan_step(wants: Seq[Want], limits: Limits) -> list[Grant]:
     used = sum(g.n_tokens for g in grants)
     rows = limits.n_outputs - used
     shared = bool(grants)
-    room = min(limits.n_batch - used, limits.n_batch if shared else limits.lone)
+    room = min(limits.n_batch - used, limits.n_batch if shared else limits.prompt_only)
     for want in prefilling:
         # A prompt with a few tokens left is as impatient as a decoding stream: it is not made to wait for a long one.
-        if shared and want.prefill > _MIN_CHUNK:
+        is_short = want.prefill <= _MIN_CHUNK
+        if shared and not is_short:
             room = min(room, max(limits.chunk, 1))
-        shared = True if want.prefill <= _MIN_CHUNK else shared
+        shared = shared or is_short
         n = min(want.prefill, room)
         if n <= 0:
             break
-        if n == want.prefill:
-            if rows <= 0:
-                continue
-            rows -= 1
+        ends = n == want.prefill
+        if ends and rows <= 0:
+            continue
+        rows -= ends
         grants.append(Grant(want.key, n, prefill=True))
         room -= n
     return grants
@@ -137,7 +138,7 @@ def _rank(want: Want) -> tuple[bool, int, float]:
     """Between tenants age does not count: a long queue would make its owner's requests old, and so the next. But what
     waits behind all others (a priority below 0, until it has waited long) does so across tenants too."""
     mine = want.prefill - want.waited_s * _AGE_TOKENS_PER_S
-    return (False, 0, mine) if want.had is None else (want.waited_s < 0, want.had, mine)
+    return (False, 0, mine) if want.computed is None else (want.waited_s < 0, want.computed, mine)
 
 
 class ChunkSizer:
@@ -169,12 +170,12 @@ class ChunkSizer:
     def slice_s(self, last_step_s: float) -> float:
         """Seconds of other work that may come before the next decode step, which will take about as long as the last."""
         if self._decode_s is None:
-            return LONE_STEP_S / _SLICE_RATIO
+            return PROMPT_STEP_S / _SLICE_RATIO
         return max(_SLICE_RATIO * self._decode_s - last_step_s, _LEAST_SLICE * self._decode_s)
 
-    def lone(self, step_s: float) -> int:
+    def prompt_tokens(self, step_s: float) -> int:
         """Prefill tokens allowed in a step that decodes nothing and may take `step_s`; on a device, which gains by large ones, longer."""
-        least, step_s = (_DEVICE_CHUNK, max(step_s, ALONE_STEP_S)) if self._on_device else (_LONE_CHUNK, step_s)
+        least, step_s = (_DEVICE_CHUNK, max(step_s, SINGLE_STEP_S)) if self._on_device else (_PROMPT_CHUNK, step_s)
         token_s = self._token_s[0] or self._token_s[1]
         tokens = 0 if token_s is None else int(step_s / token_s) // _TILE * _TILE
         return min(self._n_batch, max(least, tokens))
@@ -239,15 +240,15 @@ class Shares:
         """True while more than one of them has requests."""
         return len(self._present) > 1
 
-    def had(self, tenant: str) -> int | None:
-        """What `tenant` has had; None while there is nobody to share with."""
+    def computed_for(self, tenant: str) -> int | None:
+        """What was computed for `tenant`; None while there is nobody to share with."""
         return self.computed.get(tenant, 0) if self.shared else None
 
-    def behind(self, tenant: str, other: str) -> bool:
+    def has_less(self, tenant: str, other: str) -> bool:
         """True where `tenant` has had less than `other`, and both are here."""
         return self.shared and self.computed.get(tenant, 0) < self.computed.get(other, 0)
 
-    def makes_way(self, for_: str, running: Iterable[str]) -> str | None:
+    def preempted(self, for_: str, running: Iterable[str]) -> str | None:
         """The tenant that gives one of its places among the `running` (one entry for each request) to a request of
         `for_`: the one with most, where it has at least two more. None: nobody has to."""
         counts: dict[str, int] = {}

@@ -154,11 +154,11 @@ def test_making_way_never_turns_round(running: list[str], newcomer: str) -> None
     shares = Shares()
     for tenant in (*running, newcomer):
         shares.arrive(tenant)
-    gives = shares.makes_way(newcomer, running)
+    gives = shares.preempted(newcomer, running)
     if gives is not None:
         after = [*running, newcomer]
         after.remove(gives)
-        assert shares.makes_way(gives, after) != newcomer
+        assert shares.preempted(gives, after) != newcomer
 
 
 @pytest.mark.long

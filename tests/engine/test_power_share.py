@@ -42,7 +42,7 @@ class Paced:
 
     def turn(self) -> None:
         """What the worker's loop does with nothing in its inbox."""
-        if (rest_s := self.engine.rest_s) > 0:
+        if (rest_s := self.engine.idle_wait_s) > 0:
             self.rests += 1
             self.rested_s += rest_s
             self.machine.now_s += rest_s
@@ -75,7 +75,7 @@ def test_a_token_is_told_before_the_rest_behind_it() -> None:
     paced.submit("a", 3, max_tokens=2)
     paced.turn()
     assert (len(paced.outcome.tokens["a"]), paced.rests) == (1, 0)
-    assert paced.engine.rest_s == pytest.approx(9 * STEP_S)
+    assert paced.engine.idle_wait_s == pytest.approx(9 * STEP_S)
 
 
 def test_a_process_that_was_stopped_does_not_rest_for_it() -> None:
@@ -83,4 +83,4 @@ def test_a_process_that_was_stopped_does_not_rest_for_it() -> None:
     paced.submit("a", 3)
     paced.machine.stopped_s = 3600.0
     paced.turn()
-    assert paced.engine.rest_s < 60
+    assert paced.engine.idle_wait_s < 60

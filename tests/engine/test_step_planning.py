@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.scheduler import (
-    LONE_STEP_S,
+    PROMPT_STEP_S,
     STALL_RATIO,
     ChunkSizer,
     Grant,
@@ -76,7 +76,7 @@ def test_prefill_is_bounded_by_who_else_is_there(asked: list[Want], within: Limi
     if any(not g.prefill for g in grants):
         assert long <= within.chunk
     else:
-        assert sum(g.n_tokens for g in grants) <= within.lone
+        assert sum(g.n_tokens for g in grants) <= within.prompt_only
 
 
 def test_age_beats_length() -> None:
@@ -93,15 +93,15 @@ def test_age_beats_length() -> None:
 def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None:
     """A machine that reads 2,000 tokens a second gets full batches; one that reads 100 never blocks for seconds."""
     fast, slow = ChunkSizer(512), ChunkSizer(512)
-    assert fast.lone(0.35) == slow.lone(1.0) == 128  # nothing is known yet
+    assert fast.prompt_tokens(0.35) == slow.prompt_tokens(1.0) == 128  # nothing is known yet
     fast.observe(decoded=0, prefilled=128, seconds=128 / 2000)
     slow.observe(decoded=0, prefilled=128, seconds=128 / 100)
-    assert fast.lone(0.35) == 512
-    assert slow.lone(0.35) == slow.lone(1.0) == 128
+    assert fast.prompt_tokens(0.35) == 512
+    assert slow.prompt_tokens(0.35) == slow.prompt_tokens(1.0) == 128
     middle = ChunkSizer(512)
     middle.observe(decoded=0, prefilled=128, seconds=128 / 700)
-    assert middle.lone(0.35) == 192, "no tile of the attention is filled in part"
-    assert middle.lone(1.0) == 512
+    assert middle.prompt_tokens(0.35) == 192, "no tile of the attention is filled in part"
+    assert middle.prompt_tokens(1.0) == 512
 
 
 def test_beside_decoding_a_step_takes_seven_plain_ones_at_most() -> None:
@@ -199,12 +199,12 @@ def test_priority_goes_first_and_nobody_is_passed_for_ever(asked: list[Asked], c
 def test_a_device_reads_prompts_in_steps_as_large_as_it_is_fast_when_nobody_decodes() -> None:
     for tok_s, most in ((2000.0, 2048), (300.0, 1152), (50.0, 512)):
         sizer = ChunkSizer(2048, on_device=True)
-        assert sizer.lone(LONE_STEP_S) == 512, "before its speed is known"
+        assert sizer.prompt_tokens(PROMPT_STEP_S) == 512, "before its speed is known"
         for _ in range(8):
             sizer.observe(decoded=0, prefilled=512, seconds=512 / tok_s)
-        assert sizer.lone(LONE_STEP_S) == most
-        assert sizer.lone(LONE_STEP_S) % 64 == 0
-    assert ChunkSizer(2048).lone(LONE_STEP_S) == 128, "a processor's"
+        assert sizer.prompt_tokens(PROMPT_STEP_S) == most
+        assert sizer.prompt_tokens(PROMPT_STEP_S) % 64 == 0
+    assert ChunkSizer(2048).prompt_tokens(PROMPT_STEP_S) == 128, "a processor's"
 
 
 def test_what_a_prompt_costs_beside_streams_and_alone_is_learnt_apart() -> None:
@@ -220,4 +220,4 @@ def test_what_a_prompt_costs_beside_streams_and_alone_is_learnt_apart() -> None:
         sizer.observe(decoded=4, prefilled=128, seconds=0.008 + 128 * 2e-5)
     assert sizer.chunk == 576, "0.012 s at 20 microseconds a token, in whole tiles"
     assert sizer.prefill_tok_s == pytest.approx(2000)
-    assert sizer.lone(LONE_STEP_S) == 2048
+    assert sizer.prompt_tokens(PROMPT_STEP_S) == 2048

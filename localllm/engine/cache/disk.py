@@ -276,7 +276,7 @@ class DiskTier:
             (self.quiet.clear if busy else self._working.clear)()
             (self._working.set if busy else self.quiet.set)()
 
-    def make_way(self, n_bytes: int, until_ns: int, copies: Callable[[], Iterable[Copy]]) -> bool:
+    def can_write(self, n_bytes: int, until_ns: int, copies: Callable[[], Iterable[Copy]]) -> bool:
         """Could so many bytes be written without removing what was used after `until_ns`, as far as is known? `copies`: what
         is elsewhere too, whose files are removed for them whenever they were used, if that is enough."""
         missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.most_bytes

@@ -228,16 +228,16 @@ def state_interval(
     return 1 << (max(int(interval), 1) - 1).bit_length()
 
 
-def spare_snapshots(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
+def surplus_snapshots(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
     """Of one sequence's `points` (tokens, and whether others part there) those that leave before anything else: nearer than
     `interval` to one before them, not among the newest, and not where others part."""
-    spare, before = set(), 0
+    surplus, before = set(), 0
     for i, (stop, forks) in enumerate(points):
         if forks or stop - before >= interval or i >= len(points) - tunables.NEWEST_STATES:
             before = stop
         else:
-            spare.add(stop)
-    return spare
+            surplus.add(stop)
+    return surplus
 
 
 # --- the context -----------------------------------------------------------------------------------------------------

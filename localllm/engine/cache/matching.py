@@ -98,7 +98,7 @@ class RestorePlan:
         """Tokens to import where a sequence in the context has the first `held` already."""
         return sum(max(0, p.stop - max(p.start, held)) for p in self.parts) if self.divisible else 0
 
-    def behind(self, held: int) -> RestorePlan:
+    def beyond(self, held: int) -> RestorePlan:
         """What is left of it for such a sequence."""
         parts = (replace(p, start=max(p.start, held)) for p in self.parts if p.stop > held and self.divisible)
         return RestorePlan(self.match, tuple(parts), known=self.known, divisible=self.divisible)

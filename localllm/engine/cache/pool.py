@@ -108,19 +108,21 @@ class SequencePool:
             length = shared + plan.saved_behind(shared)
             if length > best.length:
                 held, state = self._reaches(job.sequence, shared, job.n_kv, prompt.tokens)
-                behind = plan.behind(held)
-                length = held + behind.saved
+                further = plan.beyond(held)
+                length = held + further.saved
                 if length > best.length:
-                    best = PrefixSource("running", length, known, held, sequence=job.sequence, plan=behind, state=state)
+                    best = PrefixSource(
+                        "running", length, known, held, sequence=job.sequence, plan=further, state=state
+                    )
         for idle in self._idle:
             shared = image_boundary(prompt.tokens, min(most, prompt.shared(idle)))
             known = max(known, shared)
             if shared and shared + plan.saved_behind(shared) >= best.length:
                 held, state = self._reaches(idle.sequence, shared, len(idle.tokens), prompt.tokens)
-                behind = plan.behind(held)
-                length = held + behind.saved
-                if length >= max(best.length, 1) and self._may_take(idle, held):
-                    best = PrefixSource("idle", length, known, held, idle=idle, plan=behind, state=state)
+                further = plan.beyond(held)
+                length = held + further.saved
+                if length >= max(best.length, 1) and self._can_take(idle, held):
+                    best = PrefixSource("idle", length, known, held, idle=idle, plan=further, state=state)
         return replace(best, known=known)
 
     def has(self, idle: IdleSequence) -> bool:
@@ -137,14 +139,14 @@ class SequencePool:
     def _can_split(self) -> bool:
         return self._backend.capabilities.rewind == "any"
 
-    def _may_take(self, idle: IdleSequence, length: int) -> bool:
+    def _can_take(self, idle: IdleSequence, length: int) -> bool:
         """A sequence that can't be forked, and is nowhere else, is not cut to a smaller part of itself."""
-        return self._can_split or self._states or self._may_cut(idle, length)
+        return self._can_split or self._states or self._can_cut(idle, length)
 
-    def _may_cut(self, idle: IdleSequence, length: int) -> bool:
+    def _can_cut(self, idle: IdleSequence, length: int) -> bool:
         return idle.exported or 2 * length >= len(idle.tokens)
 
-    def may_have(self, cells: int, source: PrefixSource) -> bool:
+    def can_reserve(self, cells: int, source: PrefixSource) -> bool:
         """Are there so many cells, free or in idle sequences, besides what `source` has of them?"""
         idle = sum(len(i.tokens) for i in self._idle)
         return self._backend.cells_free() + idle - (source.held if source.idle else 0) >= cells
@@ -203,7 +205,7 @@ class SequencePool:
                 forked = self._fork_idle(idle, length, state)
                 if forked is not None:
                     return forked
-            if not self._can_split and not self._may_cut(idle, length):
+            if not self._can_split and not self._can_cut(idle, length):
                 return None
             self._export_next(idle, force=True)
         if state is not None and not self._cut_to_state(idle, length, state):
@@ -315,7 +317,7 @@ class SequencePool:
         self._evict_exported(busy=busy)
         return any(not (idle.exported or self._refused(idle)) for idle in self._idle)
 
-    def make_way(self, n_tokens: int, *, live: int, prefill_tok_s: float | None, clock: Callable[[], float]) -> None:
+    def evict_idle(self, n_tokens: int, *, live: int, prefill_tok_s: float | None, clock: Callable[[], float]) -> None:
         """Before a step of `live` running requests that are to read `n_tokens` of prompts, and nothing else: exported
         sequences leave, others are exported first as far as that pays. `prefill_tok_s`: how fast prompts are read (None:
         not known)."""

@@ -252,7 +252,7 @@ class KvStore:
         if line is None:
             return "free"
         for at in sorted({until, min(until, self.budget.forgotten)}):
-            if self.disk.make_way(block.file_bytes, at, partial(self._copies, before)):
+            if self.disk.can_write(block.file_bytes, at, partial(self._copies, before)):
                 self.disk.write(block, line, until)
                 return "pending"
         return "full"

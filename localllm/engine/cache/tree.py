@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from localllm.engine.cache.eviction import Block, CacheBudget, Candidate, Kind, depth, spare_snapshots
+from localllm.engine.cache.eviction import Block, CacheBudget, Candidate, Kind, depth, surplus_snapshots
 from localllm.engine.tokens import Tokens
 
 
@@ -143,11 +143,11 @@ class PrefixCache:
 
     def prune_snapshots(self, prefix: Tokens, interval: int) -> None:
         """Of whole blocks: all that `prefix` goes through count as used now, but for those that can be spared (see
-        `eviction.spare_snapshots`), which leave before anything else."""
+        `eviction.surplus_snapshots`), which leave before anything else."""
         nodes = [n for n, shared in self._along(prefix) if n.block is not None and shared == len(n.tokens)]
-        spare = spare_snapshots([(n.stop, len(n.children) > 1) for n in nodes], interval)
+        surplus = surplus_snapshots([(n.stop, len(n.children) > 1) for n in nodes], interval)
         for node in nodes:
-            if node.stop in spare:
+            if node.stop in surplus:
                 node.last_used = 0
             else:
                 self._use_node(node, self.budget.uses)
@@ -167,9 +167,9 @@ class PrefixCache:
             self._prune(match.node)
         self.budget.changes += 1
 
-    def gap(self, tokens: Seq[int] | Tokens, behind: int = 0) -> tuple[int, int] | None:
-        """The first [start, stop) of `tokens`, from `behind` on, that has no KV here; None where all of it has."""
-        reached = behind
+    def gap(self, tokens: Seq[int] | Tokens, start: int = 0) -> tuple[int, int] | None:
+        """The first [start, stop) of `tokens`, from `start` on, that has no KV here; None where all of it has."""
+        reached = start
         for part in self.peek(tokens).parts:
             if part.start > reached:
                 return reached, part.start

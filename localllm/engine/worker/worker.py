@@ -118,10 +118,10 @@ class Worker:
     def _answer_messages(self, engine: Engine) -> None:
         """Hand the engine every message there is; where it has nothing to do, wait for one."""
         while True:
-            rest_s = engine.rest_s
+            idle_wait_s = engine.idle_wait_s
             self._busy_since_s = None
             try:
-                message = self._inbox.get(block=rest_s > 0, timeout=rest_s or None)
+                message = self._inbox.get(block=idle_wait_s > 0, timeout=idle_wait_s or None)
             except queue.Empty:
                 return
             if message is None:
