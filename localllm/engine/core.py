@@ -113,7 +113,7 @@ class Engine:
         shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
         self.prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
         self.jobs = RequestTable(self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares)
-        self.pool.running = self.jobs.running.values
+        self.pool.running = self.jobs.running
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._compiler = BackgroundCompiler(self.settings.make_constraint) if self.settings.make_constraint else None
         self._images = self._make_images()

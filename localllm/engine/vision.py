@@ -318,6 +318,18 @@ class ImageSteps:
             return f"an image comes to {largest} tokens that this model must read at once; {n_batch} are the most here"
         return ""
 
+    def _embeddings(self, job: RunningRequest) -> Embeddings | None:
+        """Those of the image that it reads next; None where it reads text, or they are not made yet or can't be."""
+        if job.image is None:
+            return None
+        try:
+            found = self.encoder.embeddings(job.image.run)
+        except BackendFailure as e:
+            self.failed.append((job, str(e)))
+            return None
+        self.waiting = self.waiting or found is None
+        return found
+
     def plan(self, ready: Seq[RunningRequest], most: int) -> Grant | None:
         """The image to read in this step, at most `most` tokens of it; None where text is read."""
         due: dict[str, tuple[RunningRequest, Embeddings]] = {}
@@ -327,16 +339,9 @@ class ImageSteps:
                 continue
             for placed in [i for i in job.images if i.stop > job.n_kv][:_AHEAD]:
                 self.encoder.want(placed.run)
-            if job.image is None:
-                continue
-            try:
-                found = self.encoder.embeddings(job.image.run)
-                if found is None:
-                    self.waiting = True
-                else:
-                    due[job.id] = job, found
-            except BackendFailure as e:
-                self.failed.append((job, str(e)))
+            found = self._embeddings(job)
+            if found is not None:
+                due[job.id] = job, found
         others = any(not (job.prefilling and job.image) for job in ready)
         self._last = bool(due) and not (self._last and others)
         if not self._last:

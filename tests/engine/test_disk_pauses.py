@@ -35,7 +35,7 @@ def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
     """A tier whose engine is working, and the event its writer waits for."""
     told = told or Told()
     tier = DiskTier(directory, "model", 10**9, quiet=told)
-    tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
+    tier.open(PrefixCache(capacity_bytes=10**9))
     tier.working(True)
     return tier, told
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.cache.disk import DiskTier
+from localllm.engine.cache.eviction import Block, EvictablePool, OtherPlaces
 from localllm.engine.cache.tree import PrefixCache, as_tokens
 from support.examples import examples
 
@@ -17,7 +18,7 @@ BLOCK_BYTES = 200
 
 
 def open_tier(directory: Path, capacity_bytes: int) -> tuple[DiskTier, PrefixCache, int]:
-    cache = PrefixCache(whole=False, capacity_bytes=10**6)
+    cache = PrefixCache(capacity_bytes=10**6)
     tier = DiskTier(directory / "model", "model", capacity_bytes)
     return tier, cache, tier.open(cache)
 
@@ -109,7 +110,12 @@ def test_room_in_memory_costs_no_file_of_what_the_context_holds(tmp_path: Path) 
         tier.flush()
         tier.sync([cache])
     cache.budget.resize(BLOCK_BYTES)
-    cache.budget.in_context = lambda: [(cache, b) for line in lines for b in cache.covered(as_tokens(line))]
+
+    class Context(OtherPlaces):
+        def in_context(self) -> list[tuple[EvictablePool, Block]]:
+            return [(cache, b) for line in lines for b in cache.covered(as_tokens(line))]
+
+    cache.budget.elsewhere = Context()
     assert cache.budget.make_room(BLOCK_BYTES, force=True) == "free"
     assert [cache.peek(line).length for line in lines] == [PIECE, PIECE]
     tier.close()

@@ -44,7 +44,7 @@ def put(cache: PrefixCache, line: list[int], *, filed: bool = False, size: int =
 
 
 def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=1000)
+    cache = PrefixCache(capacity_bytes=1000)
     for line in ([1, 2], [1, 2, 3], [5, 6], [7, 8]):
         put(cache, line)
     cache.match([1, 2, 3])
@@ -56,7 +56,7 @@ def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
 
 
 def test_what_is_on_disk_loses_only_its_memory_all_the_way_up() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=1000)
+    cache = PrefixCache(capacity_bytes=1000)
     for n in (2, 4, 6):
         put(cache, list(range(n)), filed=True)
     assert cache.budget.shrink(30) == 30
@@ -66,7 +66,7 @@ def test_what_is_on_disk_loses_only_its_memory_all_the_way_up() -> None:
 
 
 def test_what_hangs_on_a_beginning_without_a_copy_stays_behind_a_gap() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=1000)
+    cache = PrefixCache(capacity_bytes=1000)
     put(cache, [1, 2])
     put(cache, [1, 2, 3], filed=True)
     assert cache.budget.shrink(20) == 20
@@ -82,7 +82,7 @@ line_lists = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size
 def test_shrinking_gives_what_is_asked_for_or_all_but_what_is_held(
     stored: list[tuple[list[int], bool]], whole: bool, ask: int, held_line: list[int]
 ) -> None:
-    cache = PrefixCache(whole=whole, capacity_bytes=10**6)
+    cache = PrefixCache("snapshot" if whole else "kv", capacity_bytes=10**6)
     for line, filed in stored:
         put(cache, line, filed=filed)
     match = cache.match(held_line)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localllm.engine.cache.eviction import Block
+from localllm.engine.cache.eviction import Block, OtherPlaces
 from localllm.engine.cache.tree import Match, PrefixCache, common_prefix
 from support.examples import examples
 
@@ -31,7 +31,7 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
 
 @given(st.lists(lines, max_size=20), lines)
 def test_a_segment_tree_finds_the_longest_stored_prefix(stored: list[list[int]], prompt: list[int]) -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=10**9)
+    cache = PrefixCache(capacity_bytes=10**9)
     for line in stored:
         start = cache.peek(line).length
         if start < len(line):
@@ -54,7 +54,7 @@ def test_a_segment_tree_finds_the_longest_stored_prefix(stored: list[list[int]],
 
 @given(st.lists(lines, max_size=20), lines)
 def test_a_whole_tree_finds_the_longest_stored_line(stored: list[list[int]], prompt: list[int]) -> None:
-    cache = PrefixCache(whole=True, capacity_bytes=10**9)
+    cache = PrefixCache("snapshot", capacity_bytes=10**9)
     for line in stored:
         put(cache, line)
         cache.check_integrity()
@@ -67,7 +67,7 @@ def test_a_whole_tree_finds_the_longest_stored_line(stored: list[list[int]], pro
 
 
 def test_eviction_takes_the_oldest_leaf_and_never_a_locked_one() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=30)
+    cache = PrefixCache(capacity_bytes=30)
     put(cache, [1, 1])
     put(cache, [1, 1, 2], 2)
     put(cache, [3])
@@ -85,7 +85,7 @@ def test_eviction_takes_the_oldest_leaf_and_never_a_locked_one() -> None:
 
 
 def test_a_held_node_refuses_to_be_removed() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=100)
+    cache = PrefixCache(capacity_bytes=100)
     put(cache, [1, 2])
     match = cache.match([1, 2])
     cache.lock(match)
@@ -98,13 +98,13 @@ def test_a_held_node_refuses_to_be_removed() -> None:
 
 
 def test_what_is_larger_than_the_cache_is_not_stored() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=5)
+    cache = PrefixCache(capacity_bytes=5)
     assert not put(cache, [1], size=6)
     assert cache.held_bytes == 0
 
 
 def test_a_segment_without_its_parent_is_kept_behind_a_gap() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=100)
+    cache = PrefixCache(capacity_bytes=100)
     assert put(cache, [1, 2, 3, 4], start=2)
     match = cache.match([1, 2, 3, 4])
     assert (match.length, match.saved, match.known) == (0, 2, 4)
@@ -136,7 +136,7 @@ class Filed(Block):
 
 
 def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=30)
+    cache = PrefixCache(capacity_bytes=30)
     line = list(range(10))
     for n in range(1, 11):
         assert cache.insert(line[:n], Filed(bytes(10), n - 1, n)), "a cache that is full takes in what is new"
@@ -146,7 +146,7 @@ def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
 
 
 def test_what_is_being_written_is_waited_for() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=30)
+    cache = PrefixCache(capacity_bytes=30)
     blocks = [Filed(bytes(10), 0, 1, filed=False, pending=True) for _ in range(3)]
     for token, block in enumerate(blocks):
         assert cache.insert([token], block)
@@ -162,25 +162,26 @@ def test_what_is_being_written_is_waited_for() -> None:
 
 
 def test_once_all_is_written_that_was_being_written_nothing_is_waited_for() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=30)
+    cache = PrefixCache(capacity_bytes=30)
     blocks = [Filed(bytes(10), 0, 1, filed=False, pending=True), Block(bytes(20), 0, 1)]
     waited: list[bool] = []
 
-    def written() -> bool:
-        """The first time; after that a wait would be in vain, and last as long as it may."""
-        waited.append(True)
-        blocks[0].pending = False
-        return True
+    class Disk(OtherPlaces):
+        def wait_for_writing(self) -> bool:
+            """Written the first time; after that a wait would be in vain, and last as long as it may."""
+            waited.append(True)
+            blocks[0].pending = False
+            return True
 
     for token, block in enumerate(blocks):
         assert cache.insert([token], block)
-    cache.budget.wait = written
+    cache.budget.elsewhere = Disk()
     assert cache.budget.make_room(30, used=0, force=True) == "full"
     assert waited == [True]
 
 
 def test_a_wide_block_that_is_only_on_disk_gives_its_beginning_to_a_narrow_one() -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=100)
+    cache = PrefixCache(capacity_bytes=100)
     line = list(range(10))
     assert cache.insert(line, Filed(bytes(50), 0, 10))
     assert not put(cache, line[:3]), "it has its tokens in memory"
@@ -195,7 +196,7 @@ class History(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(whole=False, capacity_bytes=60)
+        self.cache = PrefixCache(capacity_bytes=60)
         self.held: list[tuple[Match, list[int]]] = []
 
     @rule(line=lines, size=st.integers(1, 25))
@@ -239,7 +240,7 @@ class WholeHistory(History):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(whole=True, capacity_bytes=60)
+        self.cache = PrefixCache("snapshot", capacity_bytes=60)
 
 
 TestHistory = History.TestCase

@@ -243,7 +243,7 @@ def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_r
 def test_the_reader_rests_between_the_pieces_of_a_file(tmp_path: Path) -> None:
     """A thread that reads and hashes without a pause takes a processor from those who compute."""
     tier = DiskTier(tmp_path, "model", 10**9)
-    tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
+    tier.open(PrefixCache(capacity_bytes=10**9))
     data = bytes(range(256)) * (4 * 2**12)
     tokens = as_tokens(np.arange(32, dtype=np.int32))
     block = tier.make_block(tokens, data, 0)

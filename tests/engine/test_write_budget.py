@@ -21,7 +21,7 @@ PROMPT = [259, *[40 + i % 50 for i in range(700)], 259, 60]
 
 
 def opened(directory: Path, *, daily_bytes: int, day: str = "2026-05-01") -> tuple[DiskTier, PrefixCache]:
-    cache = PrefixCache(whole=False, capacity_bytes=10**6)
+    cache = PrefixCache(capacity_bytes=10**6)
     tier = DiskTier(directory / "model", "model", 10**9, daily_bytes=daily_bytes)
     tier.budget.day = lambda: day
     tier.open(cache)
@@ -134,7 +134,7 @@ def test_the_floor_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     kept = {}
     for free_bytes in (2 * 10**9, 6 * 10**9):
         tier = DiskTier(tmp_path / str(free_bytes) / "model", "model", 10**9, free_bytes)
-        cache = PrefixCache(whole=False, capacity_bytes=10**6)
+        cache = PrefixCache(capacity_bytes=10**6)
         tier.open(cache)
         store(tier, cache, line_of(1, LONG))
         kept[free_bytes] = heard(tier, cache)

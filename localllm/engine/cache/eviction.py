@@ -100,22 +100,36 @@ class EvictablePool(Protocol):
     def evict(self, block: Block) -> None: ...  # one that is not locked
 
 
+class OtherPlaces:
+    """Where blocks may be besides memory. As it is here, nowhere; a store with a disk and a context says where (store.py)."""
+
+    def in_context(self) -> Iterable[tuple[EvictablePool, Block]]:
+        """Blocks whose tokens the context holds too, the first to go where something has to leave it."""
+        return ()
+
+    def save(self, candidate: Candidate, until: int) -> Space:
+        """Have a block written that only memory holds, for which what was used until then may go ("pending": it will be,
+        "free": no need)."""
+        return "free"
+
+    def wait_for_writing(self) -> bool:
+        """Wait until something was written; False if that is not to be waited for."""
+        return False
+
+
 @dataclass(eq=False)
 class CacheBudget:
     """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds, so that files can
     be compared by it, but always on. `changes` grows with all that may make room or changes what is found: who was refused,
-    or remembers what it found, asks again. `in_context`: blocks whose tokens the context holds too, the first to go where
-    something has to leave it. `save`: have a block written that only memory holds, for which what was used until then may go
-    ("pending": it will be, "free": no need). `wait` until something was written; False if that is not to be waited for."""
+    or remembers what it found, asks again. `elsewhere`: who knows what the context and the disk have of
+    them."""
 
     capacity_bytes: int
     uses: int = 0
     changes: int = 0
     pools: list[EvictablePool] = field(default_factory=list)
     clock: Callable[[], int] = time.time_ns
-    in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
-    save: Callable[[Candidate, int], Space] = lambda *_: "free"
-    wait: Callable[[], bool] = bool
+    elsewhere: OtherPlaces = field(default_factory=OtherPlaces)
 
     def use(self) -> int:
         """Something is used now: when, as `uses` counts."""
@@ -141,7 +155,7 @@ class CacheBudget:
             return "free"
         if need_bytes > self.capacity_bytes:
             return "full"
-        keep = set().union(*(pool.on_path(prefix) for pool in self.pools)) if prefix is not None else set()
+        keep = self._on_path(prefix)
         until = self.uses if used is None else used
         if force:
             missing -= self._drop_copies(missing)
@@ -150,16 +164,22 @@ class CacheBudget:
         while missing > 0 and any(c.block.pending for c in self.candidates()):
             if not force:
                 return "pending"
-            waited = self.wait()
+            waited = self.elsewhere.wait_for_writing()
             missing -= self._evict(missing, keep, until, "saved" if waited else "evicted")
             if not waited:
                 break
         return "free" if missing <= 0 else "full"
 
+    def _on_path(self, prefix: Tokens | None) -> set[Block]:
+        """The blocks that `prefix` goes through (None: none)."""
+        if prefix is None:
+            return set()
+        return set().union(*(pool.on_path(prefix) for pool in self.pools))
+
     def _drop_copies(self, n_bytes: int) -> int:
         """Free up to `n_bytes` of what the context holds too, locked or not. Returns the bytes freed."""
         freed = 0
-        for pool, block in self.in_context():
+        for pool, block in self.elsewhere.in_context():
             if freed >= n_bytes:
                 break
             held = block.held_bytes
@@ -190,18 +210,19 @@ class CacheBudget:
         kept. What is `unwritten` so far is saved if it can be; or kept only if it is being written; or evicted, what is not
         being written first. `all_or_nothing`: nothing is evicted unless that is enough, for two sequences could else take
         turns at losing what the other can't use. Returns the bytes freed."""
-        freed, lost, coming, disk = 0, 0, 0, unwritten == "saved"
+        freed, lost, coming, can_save = 0, 0, 0, unwritten == "saved"
         doomed: list[Candidate] = []
         for candidate in sorted(self.candidates(), key=lambda c: unwritten == "evicted" and c.block.pending):
             if freed + lost + coming >= n_bytes:
                 break
             block = candidate.block
-            if demoted := candidate.pool.demote(block):
+            demoted = candidate.pool.demote(block)
+            if demoted:
                 freed += demoted
                 self.changes += 1
                 continue
-            if disk and not block.pending:
-                disk = self.save(candidate, until) != "full"
+            if can_save and not block.pending:
+                can_save = self.elsewhere.save(candidate, until) != "full"
             if block.pending and unwritten != "evicted":
                 coming += block.held_bytes if unwritten == "saved" else 0
             elif candidate.last_used <= until and block not in keep:

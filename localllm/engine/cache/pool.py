@@ -12,7 +12,7 @@ Which leave first: cache/eviction.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -66,7 +66,7 @@ class Acquired:
         return self.sequence, self.rest.held
 
 
-class SequencePool:
+class SequencePool(eviction.OtherPlaces):
     """Owns every sequence that no running request owns, and what is kept of others in `kv`."""
 
     def __init__(self, backend: Backend, kv: KvStore) -> None:
@@ -74,8 +74,8 @@ class SequencePool:
         self.kv = kv
         self._states = backend.capabilities.states
         self._idle: list[IdleSequence] = []
-        self.running: Callable[[], Iterable[RunningSequence]] = tuple
-        kv.budget.in_context = self._in_context
+        self.running: Mapping[str, RunningSequence] = {}
+        kv.context = self
         self._leaving: int | None = None
         held = backend.memory()
         self._token_share = held.kv_bytes / backend.info.n_ctx / max(held.weights_bytes, 1)
@@ -340,7 +340,7 @@ class SequencePool:
         self._sync()
         if prompt is not None and self._idle:
             self.kv.touch(prompt)
-        self.kv.be_patient(cells if len(list(self.running())) <= (prompt is None) else 0)
+        self.kv.be_patient(cells if len(self.running) <= (prompt is None) else 0)
         for idle in eviction.context_order(self._idle):
             least = source.held if idle is source.idle else 0
             while not self._has_room(cells, live) and self._shorten(idle, cells - self._backend.cells_free(), least):
@@ -365,11 +365,11 @@ class SequencePool:
             idle.state = "exporting" if self.kv.missing(idle.tokens) is not None else "exported"
         return start > least
 
-    def _in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
+    def in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
         """Blocks of the cache whose tokens sequences in the context have too, which stay there the longest first."""
         if self.kv.has_points:
             return
-        for job in self.running():
+        for job in self.running.values():
             if job.sequence not in (None, self._leaving):
                 for block in self.cache.covered(job.line(0, self._backend.length(job.sequence))):
                     yield self.cache, block

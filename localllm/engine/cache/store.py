@@ -8,21 +8,29 @@ whole     one snapshot of everything at a point (models whose state can't be had
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.disk import Copy, DiskBlock, DiskTier
-from localllm.engine.cache.eviction import Block, CacheBudget, EvictablePool, Space, state_interval
+from localllm.engine.cache.eviction import (
+    Block,
+    CacheBudget,
+    Candidate,
+    EvictablePool,
+    OtherPlaces,
+    Space,
+    state_interval,
+)
 from localllm.engine.cache.matching import RestorePlan, longest_state, plan_restore
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary, next_image_boundary
 from localllm_backends.contract import Backend, BackendFailure
 
 
-class KvStore:
+class KvStore(OtherPlaces):
     """The prefix cache of one engine, with its tier on `disk` (None: none). `states` is None where there are none."""
 
     def __init__(
@@ -33,9 +41,11 @@ class KvStore:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._backend, self.disk, self._clock = backend, disk, clock
-        self.budget = CacheBudget(cache_bytes)
-        self.cache = PrefixCache(whole=not backend.capabilities.segments, budget=self.budget)
-        self.states = PrefixCache(whole=True, budget=self.budget) if backend.capabilities.states else None
+        self.budget = CacheBudget(cache_bytes, elsewhere=self)
+        self.context = OtherPlaces()  # who knows what the context holds
+        able = backend.capabilities
+        self.cache = PrefixCache("kv" if able.segments else "snapshot", budget=self.budget)
+        self.states = PrefixCache("state", budget=self.budget) if able.states else None
         self.prefill_tok_s: Callable[[], float | None] = lambda: None
         # The least seen of a token's KV, the most of a state, and (tokens, bytes) of the last snapshot.
         self._token_bytes = 0.0
@@ -47,8 +57,6 @@ class KvStore:
         self._patience_s = 0.0
         if disk is not None:
             disk.open(self.cache, self.states)
-            self.budget.wait = self._wait_for_writing
-            self.budget.save = lambda c, until: self._write(c.pool, c.block, until, leaves=True)
 
     @property
     def trees(self) -> list[PrefixCache]:
@@ -63,7 +71,7 @@ class KvStore:
 
     def plan(self, prompt: Tokens, *, at_once: bool = False) -> RestorePlan:
         """What to take of what is held of `prompt`; `at_once`: without waiting for any file."""
-        should_load = self.should_load if not at_once else lambda block, _: self.in_memory(block)
+        should_load = self.at_hand if at_once else self.should_load
         return plan_restore(self.cache, prompt[: image_boundary(prompt, len(prompt) - 1)], should_load, self.states)
 
     def version(self) -> Hashable:
@@ -83,6 +91,10 @@ class KvStore:
             or self.disk.worth_reading(block, n_tokens, self.prefill_tok_s())
         )
 
+    def at_hand(self, block: Block, n_tokens: int) -> bool:
+        """As `should_load`, where no file is waited for however many tokens that costs."""
+        return self.in_memory(block)
+
     def in_memory(self, block: Block) -> bool:
         """Does reading it wait for no file?"""
         return block.data is not None or self.disk is None or self.disk.reads.ready(block)
@@ -101,6 +113,14 @@ class KvStore:
         """Wait until something was read, at most so long."""
         if self.disk is not None:
             self.disk.reads.wait(seconds)
+
+    # --- other places than memory (OtherPlaces) ---------------------------------------------------------------------
+
+    def in_context(self) -> Iterable[tuple[EvictablePool, Block]]:
+        return self.context.in_context()
+
+    def save(self, candidate: Candidate, until: int) -> Space:
+        return self._write(candidate.pool, candidate.block, until, leaves=True)
 
     # --- what is held --------------------------------------------------------------------------------------------
 
@@ -148,12 +168,13 @@ class KvStore:
     def export_end(self, sequence: int, prefix: Tokens, start: int, used: int | None) -> None:
         """Export what isn't held of `prefix` from `start` on, which is about to leave the context, as far as there is room
         for it by evicting what was used before `used`."""
-        while (gap := self.cache.gap(prefix, start)) is not None:
+        gap = self.cache.gap(prefix, start)
+        while gap is not None:
             start, stop = gap
             stop = self._piece(sequence, prefix, start, stop)
             if self.store(sequence, prefix[:stop], start, used, force=True) != "free":
                 return
-            start = stop
+            gap = self.cache.gap(prefix, stop)
 
     def _piece(self, sequence: int, prefix: Tokens, start: int, stop: int) -> int:
         """Where the piece of `prefix` ends that begins at `start`."""
@@ -259,7 +280,7 @@ class KvStore:
 
     def _copies(self, before_ns: float) -> list[Copy]:
         """What has a file and is elsewhere too, and was used before then, unused the longest first."""
-        held = {block: pool for pool, block in self.budget.in_context()}
+        held = {block: pool for pool, block in self.in_context()}
         held |= {c.block: c.pool for c in self.budget.candidates()}
         found = [(p, b) for b, p in held.items() if isinstance(b, DiskBlock) and b.written and not b.pending]
         return sorted((c for c in found if c[1].file_time_ns < before_ns), key=lambda c: c[1].file_time_ns)
@@ -303,7 +324,7 @@ class KvStore:
         rate = self.prefill_tok_s()
         self._patience_s = min(tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens / rate) if rate else 0.0
 
-    def _wait_for_writing(self) -> bool:
+    def wait_for_writing(self) -> bool:
         until_s = self._clock() + self._patience_s
         self.hurry(True)
         written = self._patience_s > 0 and self.wait(self._patience_s)
@@ -356,8 +377,13 @@ def checkpoints(prompt: Sequence[int], n_kv: int, known: int, signs: Signs, inte
     if known == n - 1 and interval is not None:
         # The same prompt again: it will be sent once more.
         required.add(known)
+    return _apart([p for p in points if tunables.NEAR_TOKENS <= p < n], required, n_kv)
+
+
+def _apart(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
+    """Those of `points` behind what is held that are `required`, or not near to one before."""
     kept: list[int] = []
-    for point in sorted(p for p in points if max(n_kv, tunables.NEAR_TOKENS - 1) < p < n):
+    for point in sorted(p for p in points if p > n_kv):
         before = kept[-1] if kept else n_kv
         if point in required or point - before >= tunables.NEAR_TOKENS:
             kept.append(point)
@@ -374,17 +400,18 @@ def _towards_the_end(points: set[int], turns: Sequence[int], n: int) -> set[int]
     """Some before where the prompt ends, or the turn before the answer's, which has just begun; unless one of `points` is
     near them."""
     end = turns[-1] if turns and n - turns[-1] < tunables.NEAR_TOKENS else n
+    others = {0, *points}
+
+    def has_neighbour(point: int) -> bool:
+        return any(point - tunables.POINTS_FROM_THE_END[0] <= p < point + tunables.NEAR_TOKENS for p in others)
+
     found = {end - far for far in tunables.POINTS_FROM_THE_END}
-    return {
-        p
-        for p in found
-        if not any(p - tunables.POINTS_FROM_THE_END[0] <= q < p + tunables.NEAR_TOKENS for q in {0, *points})
-    }
+    return {point for point in found if not has_neighbour(point)}
 
 
 def _spaced(turns: Sequence[int], n: int, interval: int) -> set[int]:
     found = set()
     for start in range(interval, n, interval):
-        within = [t for t in turns if start - interval < t <= start]
-        found.add(within[-1] if within else start)
+        begins = [t for t in turns if start - interval < t <= start]
+        found.add(begins[-1] if begins else start)
     return found

@@ -1,9 +1,9 @@
 """Prefix cache: a radix tree over token ids whose nodes hold opaque blocks of exported KV.
 
-Two shapes of memory, one tree. Where KV can be cut anywhere (`whole=False`), a node's block covers the node's own
+Two shapes of memory, one tree. Where KV can be cut anywhere ("kv"), a node's block covers the node's own
 tokens and a prefix is restored from the blocks on its path. A node on the path may have none (it was evicted or lost):
 its tokens are computed, and what lies behind it is still of use. Where KV can't be cut (sliding windows, recurrent
-state; `whole=True`), a block covers everything from token 0 to the node's end and a prefix is the deepest such node.
+state; "state", "snapshot"), a block covers everything from token 0 to the node's end and a prefix is the deepest such node.
 
     root ── "system prompt" ──┬── "chat A" ── "A's 2nd turn"
                               └── "chat B"
@@ -100,15 +100,18 @@ class PrefixCache:
     """The tree. Pure: no backend, no clock (recency is counted in the `budget`'s uses). It has `capacity_bytes` to itself,
     unless it shares a `budget`."""
 
-    def __init__(self, *, whole: bool, capacity_bytes: int = 0, budget: CacheBudget | None = None) -> None:
-        self.whole = whole
+    def __init__(self, kind: Kind = "kv", *, capacity_bytes: int = 0, budget: CacheBudget | None = None) -> None:
+        self.kind = kind
         self.budget = budget if budget is not None else CacheBudget(capacity_bytes)
-        # States are of use with the KV of their prefix only, which another tree has.
-        self.kind: Kind = "kv" if not whole else "state" if self.budget.pools else "snapshot"
         self.budget.pools.append(self)
         self._root = Node(np.empty(0, dtype=np.int32), 0, None)
         self._users: dict[Block, list[Node]] = {}
         self.held_bytes = self.evicted_tokens = 0
+
+    @property
+    def whole(self) -> bool:
+        """True where a block is of use as a whole only, at its end: states and snapshots."""
+        return self.kind != "kv"
 
     # --- reading -------------------------------------------------------------------------------------------------
 

@@ -201,16 +201,25 @@ def dry_repetitions(
     reach = min(most, _since_breaker(tokens, breakers, text, most))
     if reach < allowed:
         return {}
-    found: dict[int, int] = {}
-    if not allowed:
-        found = dict.fromkeys(tokens[1:].tolist(), 0)
+    found = _longest_by_token(tokens, ends, allowed, reach)
+    return {t: longest for t, longest in found.items() if t >= 0 and not _breaks(text(t), breakers)}
+
+
+def _breaks(piece: bytes, breakers: Seq[bytes]) -> bool:
+    return any(breaker in piece for breaker in breakers)
+
+
+def _longest_by_token(tokens: Tokens, ends: NDArray[np.int64], allowed: int, reach: int) -> dict[int, int]:
+    """What follows repetitions of at least `allowed` tokens that end at `ends`, each with the longest one's length up to
+    `reach`."""
+    found: dict[int, int] = {} if allowed else dict.fromkeys(tokens[1:].tolist(), 0)
     for length in range(1, reach + 1):
         ends = ends if length == 1 else _longer(tokens, ends, length - 1, length)
         if not len(ends):
             break
         if length >= allowed:
             found.update(dict.fromkeys(tokens[ends + 1].tolist(), length))
-    return {t: longest for t, longest in found.items() if t >= 0 and not any(b in text(t) for b in breakers)}
+    return found
 
 
 def _longer(tokens: Tokens, ends: NDArray[np.int64], length: int, wanted: int) -> NDArray[np.int64]:

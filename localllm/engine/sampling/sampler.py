@@ -69,15 +69,11 @@ class Sampler:
         """How a backend may sample the token behind `history`, and begin with the next one where that does not depend on this
         one by a grammar or a repetition; None where that takes a look here, or where the best logit is the choice anyway."""
         s, rules, n = self.sampling, self._rules, len(history)
-        hot = s.temperature > 0
         if self._ready is not None and self._uniforms and self._ready.uniform == self._uniforms[0]:
             return self._ready
-        looks = (hot and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K)) or self.takes_argmax(n)
-        if looks or (rules.thought is not None and rules.thought.may_force(n)):
+        if self._needs_row(n):
             return None
-        while hot and len(self._uniforms) < 2:
-            self._uniforms.append(float(self._random.random()))
-        uniform, following = self._uniforms[:2] if hot else (0.0, 0.0)
+        uniform, following = self._next_uniforms(2) if s.temperature > 0 else (0.0, 0.0)
         reduced = self._penalties.repetitions(history)
         allowed = None if self.constraint is None else self.constraint.allowed()
         return SampleSpec(
@@ -89,9 +85,21 @@ class Sampler:
         """Make the spec of the token behind the one that `spec`, the last one, will sample, where it does not depend on that."""
         rules, known = self._rules, self._uniforms[:1] == [spec.uniform] and spec.next_uniform is not None
         if known and spec.seen is None and not rules.min_length and rules.thought is None:
-            while len(self._uniforms) < 3:
-                self._uniforms.append(float(self._random.random()))
-            self._ready = replace(spec, uniform=self._uniforms[1], next_uniform=self._uniforms[2])
+            _, uniform, following = self._next_uniforms(3)
+            self._ready = replace(spec, uniform=uniform, next_uniform=following)
+
+    def _needs_row(self, length: int) -> bool:
+        """Whether the choice behind `length` tokens takes a look at the row here, or is the best logit anyway."""
+        s, thought = self.sampling, self._rules.thought
+        if s.temperature > 0 and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K):
+            return True
+        return self.takes_argmax(length) or (thought is not None and thought.may_force(length))
+
+    def _next_uniforms(self, n: int) -> Seq[float]:
+        """The next `n` draws, which stay the next ones until they are used."""
+        while len(self._uniforms) < n:
+            self._uniforms.append(float(self._random.random()))
+        return self._uniforms[:n]
 
     def sampled(self, token: int) -> None:
         """A backend chose `token` as the last `sample_spec` says."""

@@ -175,18 +175,10 @@ class Speculator:
         decoding = [j for j in running if not j.prefilling]
         for job in decoding:
             job.draft, job.draft_from = [], None
-        if hurry or len(running) > 1:
-            alone = self.cost.seconds(1) / self.cost.seconds(max(1, len(decoding))) if self.cost.known else 1.0
-            self._most_steps = max(_MOST_STEPS_TOGETHER, _MOST_STEPS_BESIDE_OTHERS * alone)
-        else:
-            self._most_steps *= _ALONE_AGAIN
+        self._limit_steps(len(decoding), shared=hurry or len(running) > 1)
         if hurry or not decoding or not self.cost.known:
             return
-        prefilling = len(running) - len(decoding)
-        info = self.backend.info
-        rows = min(info.n_batch, info.n_outputs) - len(decoding) - min(prefilling, 1)
-        # Drafts never take the cells that what is certain needs.
-        rows = min(rows, self.backend.cells_free() - len(decoding) - (info.n_batch if prefilling else 0))
+        rows = self._draft_rows(len(decoding), len(running) - len(decoding))
         if rows < 1:
             return
         proposals = [self._proposal(job, min(rows, self._most)) for job in decoding]
@@ -201,6 +193,20 @@ class Speculator:
         for name, drafter in self.drafters.items():
             chosen = zip(decoding, proposals, lengths, strict=True)
             self._let_draft(name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
+
+    def _limit_steps(self, n_decoding: int, *, shared: bool) -> None:
+        """How long a step may become by drafts: short where it is `shared`, slowly longer where it is not."""
+        if not shared:
+            self._most_steps *= _ALONE_AGAIN
+            return
+        single = self.cost.seconds(1) / self.cost.seconds(max(1, n_decoding)) if self.cost.known else 1.0
+        self._most_steps = max(_MOST_STEPS_TOGETHER, _MOST_STEPS_BESIDE_OTHERS * single)
+
+    def _draft_rows(self, n_decoding: int, n_prefilling: int) -> int:
+        """Rows that drafts may have of the next step; they never take the cells that what is certain needs."""
+        info = self.backend.info
+        rows = min(info.n_batch, info.n_outputs) - n_decoding - min(n_prefilling, 1)
+        return min(rows, self.backend.cells_free() - n_decoding - (info.n_batch if n_prefilling else 0))
 
     def _lengths(self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal]) -> list[int]:
         """How much of each proposal is drafted."""

@@ -126,7 +126,7 @@ class EmbeddingEngine(ProcessEngine):
 def serve(pipe: ChildPipe) -> None:
     """Load what `pipe` names and answer questions until it ends."""
     embedder = pipe.load(_load)
-    pipe.say({"ready": asdict(embedder.info), "n_embd": embedder.n_embd})
+    pipe.send({"ready": asdict(embedder.info), "n_embd": embedder.n_embd})
     pipe.hear(lambda message: pipe.answer(message, _answer(embedder, message)))
     embedder.close()
 

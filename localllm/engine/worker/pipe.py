@@ -339,7 +339,7 @@ class ChildPipe:
             return load(json.loads(line))
         except (LocalLLMError, BackendFailure) as e:
             error = _named(e, _AT_LOADING.get(type(e), ModelFileError))
-            self.say({"fatal": _words(error)})
+            self.send({"fatal": _words(error)})
             sys.exit(error.exit_code)
 
     def hear(self, receive: Callable[[Message], None]) -> None:
@@ -352,7 +352,7 @@ class ChildPipe:
                 receive(message)
             except Exception as e:
                 if "n" in message:
-                    self.say({"re": message["n"], "error": _words(_named(e, BackendError))})
+                    self.send({"re": message["n"], "error": _words(_named(e, BackendError))})
             if self.gone:
                 return
 
@@ -365,19 +365,19 @@ class ChildPipe:
 
     def answer(self, question: Message, value: Any) -> None:
         """Answer a message that has a number."""
-        self.say({"re": question["n"], "value": value})
+        self.send({"re": question["n"], "value": value})
 
     def reply(self, question: Message, find: Callable[[], Any]) -> None:
         """Answer a message that has a number with what `find` finds, or with the error it ends in."""
         try:
             self.answer(question, find())
         except Exception as e:
-            self.say({"re": question["n"], "error": _words(_named(e, RequestError))})
+            self.send({"re": question["n"], "error": _words(_named(e, RequestError))})
 
-    def say(self, message: Message) -> None:
-        self.say_line(json.dumps(message, separators=(",", ":")) + "\n")
+    def send(self, message: Message) -> None:
+        self.send_line(json.dumps(message, separators=(",", ":")) + "\n")
 
-    def say_line(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Write a message that is JSON text already, with its line end. `gone` is set when nobody hears it."""
         data = line.encode()
         with self._lock:

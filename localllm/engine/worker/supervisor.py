@@ -237,7 +237,7 @@ async def watch(process: ProcessEngine, patience_s: float) -> None:
             dog = silent_since = None
             continue
         dog = dog or Watchdog(patience_s)
-        pulse = await _within(process.pulse(), between_s)
+        pulse = await _wait_at_most(process.pulse(), between_s)
         if pulse is None:
             # Not even its reader answers: the whole process stands still, or one thread lets no other run.
             silent_since = silent_since or time.monotonic()
@@ -252,7 +252,7 @@ async def watch(process: ProcessEngine, patience_s: float) -> None:
             process.condemn(why)
 
 
-async def _within(answer: Awaitable[Pulse], seconds: float) -> Pulse | None:
+async def _wait_at_most(answer: Awaitable[Pulse], seconds: float) -> Pulse | None:
     try:
         return await asyncio.wait_for(answer, max(seconds, 0.5))
     except (TimeoutError, WorkerDiedError):

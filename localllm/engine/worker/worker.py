@@ -53,7 +53,7 @@ class Worker:
 
     def run(self) -> None:
         engine = self._pipe.load(self._load)
-        self._pipe.say({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
+        self._pipe.send({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
         backend = engine.backend
         threading.Thread(target=self._prepare, args=[backend], name="preparer", daemon=True).start()
@@ -74,7 +74,7 @@ class Worker:
             nonlocal said
             if value - said >= _PROGRESS_STEP or value >= 1.0:
                 said = value
-                self._pipe.say({"loading": value})
+                self._pipe.send({"loading": value})
 
         draft = self._load_draft(options.get("draft_path"), spec, backend_type)
         backend = backend_type.load(spec, progress)
@@ -218,7 +218,7 @@ class Worker:
 
     def _send(self, events: list[Event]) -> None:
         if events:
-            self._pipe.say_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
+            self._pipe.send_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
 
 
 def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
