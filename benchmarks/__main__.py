@@ -6,26 +6,26 @@ import importlib
 import sys
 from pathlib import Path
 
-_PLUMBING = {
-    "__init__",
-    "__main__",
-    "cpp_cases",
-    "models",
-    "peers_page",
-    "peers_setup",
-    "processes",
-    "reference_cache",
-    "rounds",
-    "soak_mix",
-    "soak_reuse",
-    "timing",
+# What others are made of, and no bench of its own.
+_PARTS = {
+    *("__init__", "__main__", "models", "processes", "rounds"),
+    *(
+        "cpp_cases",
+        "peers_page",
+        "peers_setup",
+        "real_size_long",
+        "reference_cache",
+        "soak_mix",
+        "soak_reuse",
+        "step_http",
+    ),
 }
 
 
 def main() -> None:
     """Run the named benchmark with the rest of the arguments, or list them all with their first line."""
     folder = Path(__file__).parent
-    files = {p.stem: p for p in folder.glob("*.py") if p.stem not in _PLUMBING}
+    files = {p.stem: p for p in folder.glob("*.py") if p.stem not in _PARTS}
     files |= {p.parent.name: p for p in folder.glob("*/__main__.py")}
     if len(sys.argv) > 1 and sys.argv[1] in files:
         name = sys.argv.pop(1)

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.models import smollm2
-from benchmarks.rounds import interleave, report, write
-from benchmarks.timing import settle, timed
+from benchmarks.rounds import interleave, report, settle, timed
 from localllm.bench.ratio import RoundComparison
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
@@ -83,11 +82,11 @@ def main() -> None:
     parser.add_argument("--idle", type=int, default=0, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--out", default=None)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     path = arguments.model or smollm2()
     if arguments.idle:
-        write(arguments.out, [report(idle(path, arguments.idle, arguments.rounds), "alone")])
+        report([idle(path, arguments.idle, arguments.rounds)], "beside it", arguments.out)
         return
     empty, crowded = Chats(path), Chats(path)
     for _ in range(_LINES):
@@ -100,7 +99,7 @@ def main() -> None:
     for chats in (empty, crowded):
         chats.decode_tok_s(_PROMPT_TOKENS, _ANSWER_TOKENS)
     interleave(arguments.rounds, lambda: one("empty", empty), lambda: one("crowded", crowded))
-    write(arguments.out, [report(table, "empty")])
+    report([table], "crowded", arguments.out)
     empty.engine.close()
     crowded.engine.close()
 

@@ -1,6 +1,6 @@
 """What others on one server can learn of you and cost you: a guessed prompt's first token, and yours beside heavy bodies.
 
-python -m benchmarks.neighbours [--only guess|heavy] [--rounds 20] [--model FILE] [--out FILE]
+python -m benchmarks.neighbours [--only guess|heavy] [--rounds 20] [--model FILE]
 
 guess   A key asks a prompt; another key asks the same one, and one that nobody asked: their first tokens must take as long.
         What the key itself waits for it again shows what there would be to see.
@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server, empty_home
-from benchmarks.rounds import interleave, report, write
+from benchmarks.rounds import interleave, report
 from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import unique, user
 from localllm.bench.stream import BenchTarget, free_port
@@ -128,7 +128,6 @@ def main() -> None:
     parser.add_argument("--only", choices=["guess", "heavy"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     with empty_home() as home:
         config = home / "config" / "config.toml"
@@ -140,12 +139,10 @@ def main() -> None:
         server = Server("localllm", command, port, key=_KEYS["anna"])
         server.start()
         try:
-            done = []
             if arguments.only != "heavy":
-                done.append(report(guess(server.target, arguments.rounds), "fresh"))
+                report([guess(server.target, arguments.rounds)], "guessed")
             if arguments.only != "guess":
-                done.append(report(heavy(server.target, max(1, arguments.rounds // 10)), "alone"))
-            write(arguments.out, done)
+                report([heavy(server.target, max(1, arguments.rounds // 10))], "alone")
         finally:
             server.stop()
 

@@ -3,6 +3,7 @@
 python -m benchmarks.real_size NAME… [--folder DIR] [--context 4096] [--decode 32] [--prompt 512] [--rounds 3]
                                [--threads 0] [--beside 3] [--keep]
 python -m benchmarks.real_size --list
+python -m benchmarks.real_size --long NAME…     # a long context, streams, a client that goes away: --long --help
 
 The files have the real shapes and formats, a small model's tokenizer padded to the vocabulary, random embeddings, outputs
 and routers, and holes for the rest: they take hundreds of MB of disk, and are read, laid out and streamed as the real
@@ -232,6 +233,12 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
 
 def main() -> None:
     """Make each named file, run it in a process of its own, print what was planned beside what was."""
+    if "--long" in sys.argv:
+        from benchmarks import real_size_long
+
+        sys.argv.remove("--long")
+        real_size_long.main()
+        return
     from models import sparse_gemma4, sparse_gguf
 
     known = {**sparse_gguf.SHAPES, **sparse_gemma4.SHAPES}

@@ -1,6 +1,6 @@
 """What a model of true size does with a long context, several streams, a client that goes away, and nobody asking.
 
-python -m benchmarks.real_size_long NAME… [--folder DIR] [--tokens 16384] [--block 256] [--only kv,streams,sampling,served]
+python -m benchmarks.real_size --long NAME… [--folder DIR] [--tokens 16384] [--block 256] [--only kv,streams,sampling,served]
                                     [--keep]
 
 The files are those of `benchmarks.real_size`: true shapes and formats, no weights. Reading 16,384 tokens of a model of 30B

@@ -1,37 +1,49 @@
-"""Rounds in turn and what they come to: the same for every bench that compares a few ways of doing one thing."""
+"""Rounds in turn, and one request through an engine in this process: for every bench that compares a few ways of one thing."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from localllm.bench.ratio import RoundComparison
+from localllm.bench.ratio import RoundComparison, rotated
+from localllm.engine.core import Engine
+from localllm.engine.messages import Request
 
 
 def interleave(rounds: int, *runs: Callable[[], None]) -> None:
+    """Every run once a round, the first of a round taking turns."""
     for i in range(rounds):
-        for run in runs:
+        for run in rotated(runs, i):
             run()
         print(f"  round {i + 1}/{rounds}", file=sys.stderr)
 
 
-def report(table: RoundComparison, to: str) -> dict[str, object]:
-    """Print one line per name, with its ratio to `to` (of the medians, and round by round), and return the figures."""
-    print(f"\n{table.title}")
-    medians = {name: table.median(name) for name in table.values}
-    ratios = {name: table.ratios(name, to) for name in table.values}
-    paired = {name: found.median if found else math.nan for name, found in ratios.items()}
-    for name, median in medians.items():
-        known = table.known(name) or [math.nan]
-        spread = f"[{min(known):.4g}–{max(known):.4g}]"
-        said = f"× {median / medians[to]:.3f}, round by round {paired[name]:.3f}"
-        print(f"  {name:28} {median:10.4g} {table.unit:8} {spread:22} {said}", flush=True)
-    return {"title": table.title, "unit": table.unit, "medians": medians, "paired": paired, "to": to}
+def report(tables: Sequence[RoundComparison], first: str, out: Path | None = None) -> None:
+    """Print medians, spread and the ratio of `first` to the others, and write all of it to `out`."""
+    for table in tables:
+        print("", *table.lines(first), sep="\n", flush=True)
+    if out is not None:
+        out.write_text(json.dumps([table.to_json(first) for table in tables], indent=1), encoding="utf-8")
 
 
-def write(path: str | None, results: Sequence[dict[str, object]]) -> None:
-    if path:
-        with open(path, "w", encoding="utf-8") as f:
-            json.dump(results, f, indent=1)
+def timed(engine: Engine, request: Request, prompt: list[int]) -> tuple[float, float]:
+    """(seconds to the first text, seconds from it to the last) of `request`, alone."""
+    started = time.perf_counter()
+    engine.submit(request, prompt)
+    first: float | None = None
+    while engine.has_work:
+        if not engine.can_step:
+            engine.idle()
+        elif any(e.kind == "text" for e in engine.step()) and first is None:
+            first = time.perf_counter()
+    assert first is not None
+    return first - started, time.perf_counter() - first
+
+
+def settle(engine: Engine) -> None:
+    """Let the engine's housekeeping between requests end."""
+    while engine.idle():
+        pass

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.models import gemma, smollm2
-from benchmarks.rounds import interleave, report, write
+from benchmarks.rounds import interleave, report
 from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import NAMES, copy_edit
 from localllm.engine.core import Engine, EngineSettings
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--costs", default="")
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     named = {"smollm2": smollm2, "gemma": gemma}
     path = named[options.model]() if options.model in named else Path(options.model)
@@ -155,12 +155,12 @@ def main() -> None:
                     to.add(mode, bench.run(kind, streams, seed, mode, n))
 
             interleave(options.rounds, once)
-            results.append(report(comparison, "off"))
+            results.append(comparison)
     figures = bench.engine.snapshot()
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items() if "draft" in k or "verify" in k})
     print(f"answers that differed between off and auto: {bench.differing}")
     bench.engine.close()
-    write(options.out, results)
+    report(results, "auto", options.out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """The engine's step on an emulated device: tokens/s ÷ ideal (streams ÷ T) for 1, 8 and 32 streams, in process and over HTTP.
 
-python -m benchmarks step [--rounds 5] [--steps 200] [--vocabulary 152064] [--host] [--profile] [--graph-ms 2]
+python -m benchmarks step [--http] [--rounds 5] [--steps 200] [--vocabulary 152064] [--host] [--profile] [--graph-ms 2]
 
 A step is submitted and done T later (tests/support/emulated_device.py); rows are SmolLM2's, widened. In process time is this
 thread's processor time plus what it waited for the device, so that other programs cost only their share of the caches.
 `--host`: the device sorts nothing out, whole rows cross. The bars are printed beside what was measured. `--graph-ms`: instead, what a
-graph that is made anew whenever a step has other shapes costs streams that join and leave, and what of it padded shapes leave.
+graph that is made anew whenever a step has other shapes costs streams that join and leave, and what of it padded shapes leave. `--http`:
+with worker process, pipe and SSE, and what each process costs (see --http --help).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import cProfile
 import pstats
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -122,6 +124,12 @@ def graphs(rows: Rows, graph_ms: float) -> None:
 
 def main() -> None:
     """Measure and report: the median of all rounds, settings by turns."""
+    if "--http" in sys.argv:
+        from benchmarks import step_http
+
+        sys.argv.remove("--http")
+        step_http.main()
+        return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)

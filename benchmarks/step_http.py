@@ -1,6 +1,6 @@
 """The emulated device over HTTP: tokens/s ÷ ideal with worker process, pipe and SSE, beside the same in process; what each process costs.
 
-python -m benchmarks step_http [--rounds 5] [--tokens 400] [--profile server|worker [--case 2.5/8/greedy]]
+python -m benchmarks step --http [--rounds 5] [--tokens 400] [--profile server|worker [--case 2.5/8/greedy]]
 
 The worker finds the device as any third party's backend, by its entry point; waiting for it is real sleeping. The client is one
 thread with raw sockets that counts events. Server, worker and client share this machine's processors, which a device's users do

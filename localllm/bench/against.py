@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from localllm.bench.ratio import RoundComparison
+from localllm.bench.ratio import RoundComparison, rotated
 from localllm.bench.scenarios import MEANS, Scenarios
 from localllm.bench.stream import BenchTarget
 from localllm.bench.token_counts import Counter, Tokens, templated_tokens
@@ -51,7 +51,8 @@ class ScenarioResult:
 
     def lines(self) -> list[str]:
         said = [f"{name:8} {means}" for name, means in self.means.items()]
-        said += [line for table in self.tables for line in ["", *table.lines(self.first)]]
+        for table in self.tables:
+            said += ["", *table.lines(self.first)]
         said += ["", f"{self.rounds} rounds, the servers in turn: medians [smallest–largest], ratios round by round."]
         said.append(f"Tokens are counted {self.counter}.")
         said += self.notes
@@ -107,11 +108,11 @@ def run(
     targets: Sequence[BenchTarget],
     names: Sequence[str],
     rounds: int,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     make: Callable[[Counter, Tokens | None], Scenarios] = Scenarios,
 ) -> ScenarioResult:
     """Run the scenarios `names` on all `targets`, `rounds` times, the server that begins taking turns. What fails on one
-    server is told in the end and stops nothing else; `say` hears each step. Raises BackendError where one does not
+    server is told in the end and stops nothing else; `report` hears each step. Raises BackendError where one does not
     answer at all."""
     if len({t.name for t in targets}) < len(targets):
         raise UsageError("a server is named twice", hint=", ".join(t.name for t in targets))
@@ -120,24 +121,23 @@ def run(
     counter = Counter.among(targets)
     scenarios = make(counter, templated_tokens(targets))
     found = ScenarioResult(targets[0].name, targets, {n: scenarios.means[n] for n in names}, rounds, counter)
-    failed: Counted[tuple[str, str]] = Counted()
+    failures: Counted[tuple[str, str]] = Counted()
     for i in range(rounds):
         scenarios.round = i
         for name in names:
-            at = i % len(targets)
-            for target in [*targets[at:], *targets[:at]]:
-                if failed[name, target.name] >= _TRIES:
+            for target in rotated(targets, i):
+                if failures[name, target.name] >= _TRIES:
                     continue
                 started = time.monotonic()
                 try:
                     scenarios.run(name, target)
                 except LocalLLMError as e:
                     found.faults.append(f"{name}, round {i + 1}: {e.message}")
-                    failed[name, target.name] += 1
+                    failures[name, target.name] += 1
                 took_s = time.monotonic() - started
-                say(f"round {i + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s")
-                if took_s > _LONG_S and failed[name, target.name] < _TRIES and i + 1 < rounds:
+                report(f"round {i + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s")
+                if took_s > _LONG_S and failures[name, target.name] < _TRIES and i + 1 < rounds:
                     found.notes.append(f"{name} took {took_s:.0f} s on {target.name}: measured no further.")
-                    failed[name, target.name] = _TRIES
+                    failures[name, target.name] = _TRIES
     found.tables = scenarios.finished(rounds, [t.name for t in targets])
     return found

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+T = TypeVar("T")
 Better = Literal["more", "less"]
 # Of a name, the letters that a table shows.
 _LONGEST_NAME = 26
+
+
+def rotated(runs: Sequence[T], by: int) -> list[T]:
+    """`runs` in the order of round `by`: the one that begins takes turns."""
+    at = by % len(runs)
+    return [*runs[at:], *runs[:at]]
 
 
 @dataclass(frozen=True, slots=True)

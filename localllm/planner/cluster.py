@@ -243,7 +243,7 @@ class SharedPlan:
     """A share of every layer on each machine (tensor parallelism, as MLX's).
 
     With n machines a token takes what it takes on one, less (n-1)/n of the time that memory at its nominal bandwidth needs
-    for the bytes, plus two all-reduces a layer. No published row gave it a constant; `python -m benchmarks.clusters` compares.
+    for the bytes, plus two all-reduces a layer. No published row gave it a constant; `python -m benchmarks.planner_fit.clusters` compares.
     `needs_bytes` on each, of the `limit_bytes` that the smallest has for models; `alone_tok_s`:
     of the slowest one by itself, whether or not the model fits there."""
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.clusters import compared
+from benchmarks.planner_fit.clusters import compared
 from localllm.cli.all_commands import app
 from localllm.cli.recommend.cluster import machines
 from localllm.device.named import resolve

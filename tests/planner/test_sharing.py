@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.clusters import compared
+from benchmarks.planner_fit.clusters import compared
 from localllm.cli.all_commands import app
 from localllm.cli.recommend.cluster import machines
 from localllm.library.catalog import load_catalog

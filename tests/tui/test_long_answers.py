@@ -6,10 +6,10 @@ from typing import Any
 
 from textual.color import Color
 
-from benchmarks.chat_frames import words
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.contrast import contrast
 from localllm_tui.widgets.text import GrowingText
+from support.long_markdown import words
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Say, ScriptedServer
 

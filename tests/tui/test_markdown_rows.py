@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from benchmarks.chat_frames import words
 from localllm_tui.widgets.markdown import MarkdownRows
 from support.examples import examples
+from support.long_markdown import words
 
 PIECES = (
     "# Head\n", "## Two\n\n", "plain words and more of them ", "**bold** ", "`code` ", "*it*", "\n", "\n\n", "- item\n",

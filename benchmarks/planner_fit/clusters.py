@@ -1,6 +1,6 @@
 """How well `recommend --link` predicts published speeds of several machines: rows and sources in data/clusters.csv.
 
-Usage: python -m benchmarks.clusters. Of rows split by layers, these are taken to lie as llama.cpp puts them, by each machine's
+Usage: python -m benchmarks.planner_fit.clusters. Of rows split by layers, these are taken to lie as llama.cpp puts them, by each machine's
 memory. Rows that state what one machine alone had with the same file gave `cluster.RPC_S`: the others were never seen by it.
 """
 
@@ -20,7 +20,7 @@ from localllm.planner.types import Range, RunSettings
 from localllm_catalog import catalog
 from localllm_catalog.types import Model
 
-DATA = Path(__file__).parent / "data" / "clusters.csv"
+DATA = Path(__file__).parents[1] / "data" / "clusters.csv"
 _ROOM_TOKENS = 8192
 
 
