@@ -20,7 +20,8 @@ class Declaration:
     memories. `mixed_kv`: keys and values may be of two types, on a processor. `host_embedding`: the token embedding stays in
     the host's memory. `disk_tables`: lookup tables may stay on the disk. `lays_out`: weights can be laid out anew for the
     processor. `spare_sequence`: one is kept beside those served. `draft_heads`: it runs the model's own (MTP), which published
-    files carry. `snapshots`: recurrent states are kept for drafting. `tensor_parallel`: machines can share each layer.
+    files carry. `projectors`: it reads images by a projector's file. `snapshots`: recurrent states are kept for drafting.
+    `tensor_parallel`: machines can share each layer.
     `fused_heads`: sizes of heads whose attention over a prompt's tokens holds no scores, where buffers are grown, and
     `scores_at_once`: new tokens times all tokens that one call attends with where it does hold them; beyond, a step is computed
     in pieces (0 = never).
@@ -42,6 +43,7 @@ class Declaration:
     lays_out: bool = False
     spare_sequence: bool = False
     draft_heads: bool = False
+    projectors: bool = False
     snapshots: bool = False
     tensor_parallel: bool = False
     fused_heads: tuple[int, ...] = ()

@@ -55,6 +55,12 @@ def declared(name: str) -> Declaration:
 
 
 @cache
+def of_kernels(kernels: str) -> Declaration:
+    """The backend whose speeds are filed under a set of kernels of its own; `NONE` if that is an accelerator's."""
+    return next((d for d in declarations() if d.kernels == kernels), NONE)
+
+
+@cache
 def running(file_format: str) -> Declaration:
     """The backend for files of a catalog's format; `NONE` if none runs them."""
     return next((d for d in declarations() if file_format in d.formats), NONE)

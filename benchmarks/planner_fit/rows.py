@@ -241,7 +241,7 @@ def _hardware(record: dict[str, str]) -> decode_cost.Hardware:
 
 
 def _age(record: dict[str, str], model: Model, variant: Variant) -> ages.Age:
-    quant = efficiency.quant_class(variant.quant, mlx=variant.format == "mlx")
+    quant = efficiency.quant_class(variant)
     keys = efficiency.hardware_keys(record["device"], record["engine"])
     kv_heads = next((layer.n_kv_heads for layer in model.layers if layer.n_kv_heads), model.n_heads)
     return ages.Age(

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+_MIB = 2**20
+_USUAL_UNITS = 68
+_LEAST_RUNTIME_MIB = 96
+
 Accelerator = Literal["metal", "cuda", "rocm", "vulkan", "sycl", "cpu"]
 
 
@@ -16,25 +20,54 @@ class AcceleratorKind:
     """`label`: as people write it. `ggml`: what ggml calls it, as a backend (GGML_CUDA_NAME and its like in ggml's headers) or as
     a library (libggml-hip.so), in lower case. `instead`: what else drives its parts, in this order, where a build lacks it.
     `hidden_by`: the environment's variables that hide its devices. `cmake`: the flag that turns it on, where llama.cpp
-    compiles for it with nothing but a C++ compiler and headers."""
+    compiles for it with nothing but a C++ compiler and headers. `in_every_build`: llama.cpp is never built without it here.
+    `lighter`: another kind that drives the same parts with nothing but their driver, so that this one must be worth installing.
+
+    What plans reckon with: `runtime_mib`, what the runtime keeps on a card by its compute units, linear between (units, MiB)
+    points, and never less than the first. `reads_weights`: into memory rather than mapped. `pins_host_weights`: what stays in
+    system memory lies in pinned buffers where it was read. `dequantises_kv`: a step's buffers hold a layer's KV at 16 bits.
+    `shares_tables`: an embedding that is the output matrix too is in memory once."""
 
     label: str
     ggml: tuple[str, ...] = ()
     instead: tuple[Accelerator, ...] = ()
     hidden_by: tuple[str, ...] = ()
     cmake: str = ""
+    in_every_build: bool = False
+    lighter: Accelerator | None = None
+    runtime_mib: tuple[tuple[int, int], tuple[int, int]] = ((0, 256), (1, 256))  # assumed
+    reads_weights: bool = False
+    pins_host_weights: bool = False
+    dequantises_kv: bool = False
+    shares_tables: bool = False
+
+    def runtime_bytes(self, units: int) -> int:
+        """What the runtime keeps on a card of so many compute units (0: unknown)."""
+        (few, least), (many, most) = self.runtime_mib
+        mib = least + ((units or _USUAL_UNITS) - few) * (most - least) / (many - few)
+        return max(_LEAST_RUNTIME_MIB * _MIB if mib else 0, round(mib * _MIB))
 
 
 KINDS: dict[str, AcceleratorKind] = {
-    "cuda": AcceleratorKind("CUDA", ("cuda",), ("vulkan",), ("CUDA_VISIBLE_DEVICES",)),
-    "rocm": AcceleratorKind("ROCm", ("rocm", "hip"), ("vulkan",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")),
-    "metal": AcceleratorKind("Metal", ("metal", "mtl"), cmake="-DGGML_METAL=ON"),
+    # Driver context and kernels: 107 MiB on 34 SMs, 555 MiB on 188 (https://github.com/ggml-org/llama.cpp/pull/23604).
+    "cuda": AcceleratorKind(
+        "CUDA", ("cuda",), ("vulkan",), ("CUDA_VISIBLE_DEVICES",), runtime_mib=((34, 107), (188, 555)),
+        pins_host_weights=True, dequantises_kv=True,
+    ),
+    "rocm": AcceleratorKind(
+        "ROCm", ("rocm", "hip"), ("vulkan",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), lighter="vulkan",
+        reads_weights=True, dequantises_kv=True,
+    ),
+    "metal": AcceleratorKind(
+        "Metal", ("metal", "mtl"), cmake="-DGGML_METAL=ON", in_every_build=True, runtime_mib=((0, 100), (1, 100)),
+        shares_tables=True,
+    ),
     "vulkan": AcceleratorKind(
         "Vulkan", ("vulkan",), ("sycl", "rocm"), ("GGML_VK_VISIBLE_DEVICES",), cmake="-DGGML_VULKAN=ON"
     ),
     "sycl": AcceleratorKind("SYCL", ("sycl",), ("vulkan",)),
-    "cpu": AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF"),
-}
+    "cpu": AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF", in_every_build=True, runtime_mib=((0, 0), (1, 0))),
+}  # fmt: skip
 # Libraries of ggml for accelerators that nothing here plans for yet.
 OTHER_LIBRARIES = ("musa", "opencl")
 
@@ -42,6 +75,12 @@ OTHER_LIBRARIES = ("musa", "opencl")
 def called(name: str) -> Accelerator | None:
     """The kind that ggml calls `name`; None for the processor and what only helps it (BLAS)."""
     return next((kind for kind in get_args(Accelerator) if name.lower() in KINDS[kind].ggml), None)
+
+
+def rival(kind: Accelerator) -> Accelerator | None:
+    """The other kind of the two whose builds drive the same parts, where which is faster has to be predicted."""
+    heavier = (other for other in get_args(Accelerator) if KINDS[other].lighter == kind)
+    return KINDS[kind].lighter or next(heavier, None)
 
 
 def compiled_in(libraries: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from localllm.errors import DownloadError, ModelNotFoundError
 from localllm.library import variants
 from localllm.library.catalog import UPDATE_FILE
 from localllm.library.hub import HubUnreachableError, Listing
+from localllm_catalog.types import Format
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Layer, Model, Variant
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 # A file further from what its format and the model's shapes say is something else: a draft head, a part, another model.
 _PLAUSIBLE = 0.4
 _LEAST_BITS, _MOST_BITS = 1.0, 20.0
-_FORMS = ("gguf", "mlx")
 # Sizes nearer than this to the old ones are the same file, counted in another way.
 _SAME = 0.005
 
@@ -59,7 +59,7 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
     known: dict[str, Listing | None] = {}
     for model in models:
         repos = list(dict.fromkeys((v.format, v.repo) for v in model.variants if v.repo))
-        tables: dict[str, list[dict[str, Any]]] = {"gguf": [], "mlx": []}
+        tables: dict[str, list[dict[str, Any]]] = {form: [] for form in Format}
         for form, repo in repos:
             if repo not in known:
                 known[repo] = _listing(repo, list_files, found)
@@ -78,9 +78,9 @@ def add(repo: str, list_files: Callable[[str], Listing], found: Update) -> None:
     Raises HubUnreachableError, ModelNotFoundError and DownloadError.
     """
     model, table, listing = from_hub(repo, list_files)
-    rows = _tables(model, "gguf", listing, sure=table.pop("file"))
+    rows = _tables(model, Format.GGUF, listing, sure=table.pop("file"))
     name = table.pop("id")
-    found.tables[name] = {**table, "gguf": rows}
+    found.tables[name] = {**table, Format.GGUF: rows}
     sizes = [f"{quant} ({size / 1e9:.1f} GB)" for row in rows for quant, size in row["bytes"].items()]
     found.changes.append(Change(model, (*summary(model), f"files: {', '.join(sizes)}")))
 
@@ -98,9 +98,9 @@ def write(update: Update, folder: Path, today: datetime.date | None = None) -> P
         "# Written anew by the next update; delete this file to go back to the shipped listings.",
     ]
     for name, table in tables.items():
-        forms = {form: rows for form, rows in table.items() if form in _FORMS}
+        forms = {form: rows for form, rows in table.items() if form in Format}
         lines += ["", "[[models]]", f"id = {_toml(name)}"]
-        lines += [f"{key} = {_toml(value)}" for key, value in table.items() if key not in _FORMS]
+        lines += [f"{key} = {_toml(value)}" for key, value in table.items() if key not in Format]
         lines += [f"{form} = []" for form, rows in forms.items() if not rows]
         for form, rows in forms.items():
             for row in rows:
@@ -143,7 +143,7 @@ def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[d
     """The catalog's tables of one repository: none where it holds nothing of this model. `sure`: a file that is of it."""
     found = (s for s in variants.selections(listing) if s.format == form)
     there = [s for s in found if is_of(model, s) or sure in [file.name for file in s.files]]
-    if form == "mlx":
+    if Format(form).is_folder:
         return [{"repo": listing.repo, "quant": s.quant, "bytes": s.weights_bytes, "source": "hf-api"} for s in there]
     chosen: dict[str, variants.Selection] = {}
     for selection in there:
@@ -169,7 +169,7 @@ def is_of(model: Model, selection: variants.Selection) -> bool:
     size = selection.weights_bytes
     if any(v.exact and v.file_bytes == size and v.quant == selection.quant for v in model.variants):
         return True
-    if selection.format == "gguf" and selection.quant in quants.MIXTURES:
+    if not selection.format.is_folder and selection.quant in quants.MIXTURES:
         return abs(size / shapes.estimate_gguf_bytes(model, selection.quant) - 1) <= _PLAUSIBLE
     return bool(selection.quant) and _LEAST_BITS <= 8 * size / max(1, model.params_total) <= _MOST_BITS
 
@@ -182,13 +182,13 @@ def _kept(old: Sequence[Variant], *, is_gone: bool) -> list[dict[str, Any]]:
             continue
         row: dict[str, Any] = {"repo": variant.repo}
         size = "bytes" if variant.exact else "about"
-        if variant.format == "mlx":
+        if variant.is_folder:
             row |= {"quant": variant.quant} | ({} if variant.is_estimate else {size: variant.file_bytes})
         elif variant.is_estimate:
             row |= {"estimate": [variant.quant]}
         else:
             row |= {size: {variant.quant: variant.file_bytes}}
-        if variant.format == "gguf" and variant.files:
+        if variant.files and not variant.is_folder:
             row |= {"files": {variant.quant: list(variant.files)}}
         rows.append(row)
     return rows
@@ -197,12 +197,12 @@ def _kept(old: Sequence[Variant], *, is_gone: bool) -> list[dict[str, Any]]:
 def _changes(model: Model, tables: dict[str, list[dict[str, Any]]]) -> list[str]:
     """What a person wants to know of the difference, in the order of the table."""
     new: dict[tuple[str, str, str], int] = {}
-    for row in tables["gguf"]:
+    for row in tables[Format.GGUF]:
         for quant, size in {**row.get("about", {}), **row.get("bytes", {})}.items():
-            new["gguf", row["repo"], quant] = size
-        new |= {("gguf", row["repo"], quant): 0 for quant in row.get("estimate", ())}
-    for row in tables["mlx"]:
-        new["mlx", row["repo"], row["quant"]] = row.get("bytes", row.get("about", 0))
+            new[Format.GGUF, row["repo"], quant] = size
+        new |= {(Format.GGUF, row["repo"], quant): 0 for quant in row.get("estimate", ())}
+    for row in tables[Format.MLX]:
+        new[Format.MLX, row["repo"], row["quant"]] = row.get("bytes", row.get("about", 0))
     old: dict[tuple[str, str, str], Variant] = {(v.format, v.repo, v.quant): v for v in model.variants}
     lines = []
     for key, size in new.items():
@@ -238,7 +238,7 @@ def from_hub(repo: str, list_files: Callable[[str], Listing]) -> tuple[Model, di
     Raises what `list_files` does, and DownloadError where the repository holds no GGUF file with a readable header.
     """
     listing = list_files(repo)
-    there = [s for s in variants.selections(listing) if s.format == "gguf"]
+    there = [s for s in variants.selections(listing) if s.format is Format.GGUF]
     if not there:
         raise DownloadError(f"{repo} holds no GGUF files", hint="name the repository of the model's GGUF files")
     model = variants.model_of(listing, there)

@@ -112,7 +112,7 @@ def _variant(selection: Selection, listing: Listing) -> Variant:
 
 def _read(listing: Listing, there: list[Selection]) -> Model:
     """The shapes that the smallest of these files state, of which only the header is fetched."""
-    if there[0].format == "mlx":
+    if there[0].format.is_folder:
         return _of_config(listing, there[0])
     model, _, _ = catalog_update.from_hub(
         listing.repo, lambda _: replace(listing, files=tuple(f for s in there for f in s.files))

@@ -12,6 +12,7 @@ from localllm import json_store
 from localllm.library import file_kinds, names
 from localllm.library.file_kinds import is_gguf
 from localllm.library.types import LocalModel, Origin
+from localllm_catalog.types import Format
 
 _MAX_FILES = 20_000
 # Folders within folders: deeper than anybody keeps models, and a bound where links make a circle of them.
@@ -74,7 +75,7 @@ def ggufs(files: list[Path], origin: Origin, repo: str = "", root: Path | None =
             LocalModel(
                 names.shown(names.stem_of(name)),
                 file,
-                "gguf",
+                Format.GGUF,
                 size,
                 quant,
                 origin,
@@ -128,7 +129,7 @@ def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = 
     if not size:
         return None
     return LocalModel(
-        names.shown(name), folder, "mlx", size, _mlx_quant(name, quantized, config), origin, repo, tuple(shards)
+        names.shown(name), folder, Format.MLX, size, _mlx_quant(name, quantized, config), origin, repo, tuple(shards)
     )
 
 

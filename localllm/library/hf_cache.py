@@ -136,7 +136,7 @@ def remove(model: LocalModel) -> int:
     """
     folder = _snapshot_of(model.path).parent.parent
     files = [*model.files, *([model.mmproj] if model.mmproj is not None and _is_last(model, folder) else [])]
-    if model.format == "mlx":
+    if model.is_folder:
         files = [f for _, found in folders.walk(model.path, folders.DEPTH) for f in found]
     wanted = {os.path.relpath(f, _snapshot_of(model.path)) for f in files}
     freed = 0

@@ -15,6 +15,7 @@ from typing import Any
 from localllm import json_store
 from localllm.library import app_folders, file_kinds, folders, hf_cache, names
 from localllm.library.types import LocalModel
+from localllm_catalog.types import Format
 
 _OLLAMA_DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
 _MODEL, _PROJECTOR = "application/vnd.ollama.image.model", "application/vnd.ollama.image.projector"
@@ -101,7 +102,7 @@ def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
     children = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
     for runner in _RUNNERS:
         for child in children:
-            if str(child.get("runner", "")).lower() == runner and child.get("format", "gguf") == "gguf":
+            if str(child.get("runner", "")).lower() == runner and child.get("format", Format.GGUF) == Format.GGUF:
                 if "layers" in child:
                     return child
                 blob = _blob(store, child)
@@ -139,7 +140,7 @@ def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalMo
     return LocalModel(
         _title(name),
         weights[0],
-        "gguf",
+        Format.GGUF,
         weights[0].stat().st_size,
         str(quant).upper(),
         "ollama",

@@ -30,6 +30,7 @@ from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadMeter, DownloadProgress
 from localllm.library.types import LocalModel
 from localllm.library.variants import Choose, Selection
+from localllm_catalog.types import Format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +119,7 @@ def pull_drafter(
     if not files:
         raise DownloadError(f"{companion.repo} holds no {companion.file or 'GGUF'}", hint=f"look at {companion.url}")
     smallest = min(files, key=lambda f: f.size_bytes)
-    selection = Selection("gguf", "", (smallest,))
+    selection = Selection(Format.GGUF, "", (smallest,))
     wanted = _PullTarget(companion.repo, file=smallest.name, drafts=True)
     return _bring(listing, selection, wanted, on_progress or (lambda _: None), RESERVE_BYTES, patience).path
 
@@ -220,12 +221,12 @@ def _wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> _PullTa
         variant = listed[0] if listed else variants.usual_variant(offered)
     else:
         variant = choose(offered) if choose is not None else variants.usual_variant(offered)
-    is_mlx = variant.format == "mlx"
+    is_folder = variant.is_folder
     return _PullTarget(
         variant.repo,
-        quant="" if is_mlx else reference.quant or variant.quant,
+        quant="" if is_folder else reference.quant or variant.quant,
         file=""
-        if is_mlx or not variant.files or not variant.exact or reference.quant not in ("", variant.quant)
+        if is_folder or not variant.files or not variant.exact or reference.quant not in ("", variant.quant)
         else variant.files[0],
         projector=variant.mmproj_file,
         name=model.id,
@@ -287,7 +288,7 @@ def _bring(
                     check = _check_kind if model else None
                     _bring_file(client, folder, listing, file, meter, patience, check)
                 meter.finished(file.size_bytes)
-                if file.name == _CONFIG and selection.format == "mlx":
+                if file.name == _CONFIG and selection.format.is_folder:
                     _check_format(folder / "snapshots" / listing.commit / file.name, listing.repo)
     _write_ref(folder, listing, wanted.revision)
     say(DownloadProgress("done", selection.files[0].name, selection.total_bytes, selection.total_bytes))
@@ -461,11 +462,11 @@ def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
 def _as_local(folder: Path, listing: Listing, selection: Selection, wanted: _PullTarget) -> LocalModel:
     snapshot = folder / "snapshots" / listing.commit
     weights = tuple(snapshot / f.name for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors")))
-    is_mlx = selection.format == "mlx"
+    is_folder = selection.format.is_folder
     return LocalModel(
-        wanted.name or (listing.repo.partition("/")[2] if is_mlx else names.stem_of(weights[0].name)),
-        snapshot if is_mlx else weights[0],
-        "mlx" if is_mlx else "gguf",
+        wanted.name or (listing.repo.partition("/")[2] if is_folder else names.stem_of(weights[0].name)),
+        snapshot if is_folder else weights[0],
+        selection.format,
         selection.weights_bytes,
         selection.quant,
         "hf-cache",

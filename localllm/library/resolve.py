@@ -15,6 +15,7 @@ from localllm.library.catalog import load_catalog, read_header
 from localllm.library.types import LocalModel as LocalModel
 from localllm.library.types import Origin as Origin
 from localllm.memory.system import SystemMemory
+from localllm_catalog.types import Format
 
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
@@ -40,7 +41,7 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = 
     if ref.lower() in _STARTER_NAMES and (packaged := store.packaged()):
         return packaged[0]
     if ref.lower() in _GEMMA_NAMES and (file := starter.gemma_path()) is not None:
-        return LocalModel(starter.GEMMA_NAME, file, "gguf", file.stat().st_size, "Q4_K_M", "starter", "", (file,))
+        return LocalModel(starter.GEMMA_NAME, file, Format.GGUF, file.stat().st_size, "Q4_K_M", "starter", "", (file,))
     found = _found(ref, catalog)
     names.check_readable(found.name, found.path.name)
     return found
@@ -135,7 +136,7 @@ def by_path(ref: str) -> LocalModel | None:
     return LocalModel(
         names.shown(path.stem or path.name),
         path,
-        "gguf",
+        Format.GGUF,
         path.stat().st_size,
         names.quant_of(path.name),
         "path",
@@ -295,7 +296,7 @@ def best_of(candidates: list[LocalModel]) -> LocalModel:
 
 def _runnable(models: list[LocalModel]) -> list[LocalModel]:
     has_mlx = importlib.util.find_spec("mlx_lm") is not None
-    return [m for m in models if m.format == "gguf" or has_mlx]
+    return [m for m in models if not m.is_folder or has_mlx]
 
 
 def sensible_bytes() -> int:
@@ -307,7 +308,7 @@ def _can_chat(model: LocalModel) -> bool:
     """True if the files carry a chat template and make text."""
     if model.origin == "starter":
         return True
-    if model.format == "mlx":
+    if model.is_folder:
         config = json_store.read(model.path / "tokenizer_config.json")
         return bool(config.get("chat_template")) or (model.path / "chat_template.jinja").is_file()
     try:

@@ -80,7 +80,7 @@ def du() -> list[DiskUsage]:
 
 def _all_files(model: LocalModel) -> list[Path]:
     files = list(model.files or (model.path,))
-    if model.format == "mlx":
+    if model.is_folder:
         files = [f for _, found in folders.walk(model.path, 2) for f in found]
     return [*files, model.mmproj] if model.mmproj is not None else files
 
@@ -186,7 +186,7 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
             return Checked(model, "bad", f"{file.name} can't be read: {e.strerror or e}")
         if found != expected:
             return Checked(model, "bad", f"{file.name} has hash {found[:12]}…, published was {expected[:12]}…")
-    if model.format == "gguf":
+    if not model.is_folder:
         try:
             read_header(model.path)
         except ModelFileError as e:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from localllm_catalog.types import Format
+
 Origin = Literal["path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder", "starter"]
 
 
@@ -21,7 +23,7 @@ class LocalModel:
 
     name: str
     path: Path
-    format: Literal["gguf", "mlx"]
+    format: Format
     size_bytes: int
     quant: str
     origin: Origin
@@ -29,3 +31,8 @@ class LocalModel:
     files: tuple[Path, ...] = ()
     mmproj: Path | None = None
     companions: tuple[tuple[str, Path], ...] = ()
+
+    @property
+    def is_folder(self) -> bool:
+        """`Format.is_folder` of its form."""
+        return Format(self.format).is_folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from localllm.errors import DownloadError, ModelFileError
 from localllm.library import hub, names
@@ -14,6 +14,7 @@ from localllm.library.hub import Listing, RepoFile
 from localllm.memory.system import SystemMemory
 from localllm_catalog import kinds
 from localllm_catalog.kinds import Kind
+from localllm_catalog.types import Format
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model, Variant
@@ -35,7 +36,7 @@ _MLX_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 class Selection:
     """Files to bring: one variant's weights in order, what belongs to them, and its projector if asked for."""
 
-    format: str
+    format: Format
     quant: str
     files: tuple[RepoFile, ...]
     projector: RepoFile | None = None
@@ -48,8 +49,7 @@ class Selection:
         """These files of `repo` in the catalog's terms."""
         from localllm_catalog.types import Variant
 
-        form: Literal["mlx", "gguf"] = "mlx" if self.format == "mlx" else "gguf"
-        return Variant(form, self.quant, repo, tuple(f.name for f in self.files), self.weights_bytes)
+        return Variant(self.format, self.quant, repo, tuple(f.name for f in self.files), self.weights_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -68,7 +68,7 @@ def selections(listing: Listing) -> list[Selection]:
         whole = tuple(p for p in parts if p is not None and p.size_bytes)
         if len(whole) == len(parts):
             quant = names.quant_of(name.rpartition("/")[2]) or names.quant_of(name)
-            found.append(Selection("gguf", quant, whole))
+            found.append(Selection(Format.GGUF, quant, whole))
     folder_model = _mlx(listing)
     if folder_model is not None and not found:
         found.append(folder_model)
@@ -87,7 +87,7 @@ def _mlx(listing: Listing) -> Selection | None:
         return None
     # The small files first: what is wrong with them is known before the large ones travel.
     ordered = sorted(at_root, key=lambda f: (f.name.endswith(".safetensors"), f.name))
-    return Selection("mlx", names.mlx_quant_of(listing.repo), tuple(ordered))
+    return Selection(Format.MLX, names.mlx_quant_of(listing.repo), tuple(ordered))
 
 
 def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = None) -> Model:
@@ -213,7 +213,7 @@ def usual_variant(model: Model) -> Variant:
     if not on_hub:
         raise DownloadError(f"{model.name} has no files on the hub", hint="see `localllm models info`")
     # GGUF runs everywhere; MLX is taken where it is all there is, or where somebody chooses it.
-    ggufs = [v for v in on_hub if v.format == "gguf"]
+    ggufs = [v for v in on_hub if not v.is_folder]
     return _usual(ggufs or on_hub, lambda v: (v.quant, v.file_bytes), sensible_bytes())
 
 

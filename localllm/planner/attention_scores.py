@@ -14,7 +14,7 @@ _MLX_PIECE = 64
 _PASSES = 6
 
 
-def mlx_scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...]) -> int:
+def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...]) -> int:
     """Bytes of the attention scores that MLX holds for one layer of the deepest step of a prompt, with the mask they are under:
     heads × new tokens × all tokens at 16 bits, where a head's width is none of `fused_heads`.
 
@@ -34,7 +34,7 @@ def mlx_scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int
     return (_BYTES * model.n_heads + 1) * most
 
 
-def mlx_moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> float:
+def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> float:
     """Bytes of scores that one prompt token's attention over `context` tokens moves through memory in all layers."""
     moved = 0.0
     for layer, count in facts(model).groups:

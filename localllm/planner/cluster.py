@@ -261,7 +261,8 @@ class SharedPlan:
 def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
     """Why `variant` can't be shared by `devices`; "" where it can."""
     n = len(devices)
-    if not backend_of(variant).tensor_parallel or any(d.accelerator != "metal" for d in devices):
+    backend = backend_of(variant)
+    if not backend.tensor_parallel or not all(backend.runs_on(d.accelerator) for d in devices):
         return "MLX shares its own models, among Macs"
     if model.family not in FAMILIES:
         return f"mlx-lm has no form of {model.family} that machines can share"

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from localllm.device.types import Device, TypeRates
 from localllm.planner import efficiency, kernels
+from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.streams import Streamed, facts, streamed
 from localllm_catalog import quants
 from localllm_catalog.memoize import by_identity
@@ -118,7 +119,7 @@ def hardware_of(device: Device, backend: str) -> Hardware:
         bandwidth_gbps = min(CPU_NOMINAL_SHARE * bandwidth_gbps, cores_gbps)
     plain_tflops, _ = efficiency.nominal_tflops(device)
     rates = device.matrix_rates if keys[0] == "cpu" else ()
-    lanes = efficiency.lane_tflops(name, device.compute_units) if keys[0] == "cuda" else 0.0
+    lanes = efficiency.lane_tflops(name, device.compute_units) if kernel_facts(keys).unpacks_kv_on_lanes else 0.0
     return Hardware(
         keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops, rates, lane_tflops=lanes
     )
@@ -144,7 +145,7 @@ def bandwidth_of(device: Device) -> tuple[float, str]:
 def format_key(variant: Variant) -> str:
     """The key of what runs, beside where: the kernels of its format. Of models and their architectures none is kept: what
     they add to what was measured is not found again in those that were not."""
-    return f"quant:{efficiency.quant_class(variant.quant, mlx=variant.format == 'mlx')}"
+    return f"quant:{efficiency.quant_class(variant)}"
 
 
 Powers = tuple[tuple[str, float], ...]

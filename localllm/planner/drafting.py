@@ -137,6 +137,6 @@ def heads_sentence(device: Device, plan: Plan) -> str | None:
 
 def companions_sentence(plan: Plan) -> str | None:
     """ "drafters published for it: dflash (org/name)"; None where none is known, or the engine reads GGUF drafters not."""
-    if not plan.model.companions or plan.variant.format != "gguf":
+    if not plan.model.companions or not backend_of(plan.variant).draft_heads:
         return None
     return "drafters published for it: " + ", ".join(f"{c.kind} ({c.repo})" for c in plan.model.companions)

@@ -16,8 +16,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from localllm.device.types import Device
+from localllm.planner.kernel_facts import facts
 from localllm.planner.types import Range
 from localllm_backends import registry
+from localllm_catalog.types import Variant
 
 FILE = Path(__file__).with_name("efficiency.toml")
 
@@ -100,12 +102,6 @@ _GENERATIONS: tuple[tuple[str, str, str], ...] = (
 
 # Parts whose cores, and so whose kernels, are those of another generation; memory and clocks are their own.
 _KERNELS_OF = {"gb10": "blackwell", "strix-halo": "rdna3"}
-# M1 and M2 have no bfloat16, which MLX's published files compute in: it is emulated. The same files with float16 read prompts
-# a fifth to a third faster there (github.com/jundot/omlx/issues/604, github.com/raullenchai/Rapid-MLX/issues/3154).
-_EMULATES_BF16 = {"mlx": ("m1", "m2")}
-# NVIDIA's chips before compute capability 6.1 lack the product of four bytes (dp4a) that llama.cpp multiplies quantised weights
-# with, and do it byte by byte.
-_EMULATES_DP4A = re.compile(r"p100|gtx 9\d\d|\bm40\b|\bm60\b|titan x|k80", re.I)
 
 
 @lru_cache(maxsize=1024)
@@ -145,17 +141,15 @@ def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
     if engine == "cpu":
         return ("cpu",)
     vendor, gen, tier = generation(name)
-    keys = [engine]
-    if engine in ("vulkan", "sycl") and vendor:
+    keys, kernels = [engine], facts((engine,))
+    if kernels.by_vendor and vendor:
         keys.append(f"{vendor}.{engine}")
     if gen in _KERNELS_OF:
         keys.append(f"{vendor}-{_KERNELS_OF[gen]}.{engine}")
-    if gen in _EMULATES_BF16.get(engine, ()):
-        keys.append(f"{vendor}-emulated-bf16.{engine}")
+    keys += [key for key, generations in kernels.emulated_on_generations.items() if gen in generations]
     if gen:
         keys.append(f"{vendor}-{gen}.{engine}")
-    if engine == "cuda" and _EMULATES_DP4A.search(name):
-        keys.append("nvidia-emulated-dp4a.cuda")
+    keys += [key for key, pattern in kernels.emulated_on_parts.items() if re.search(pattern, name, re.I)]
     if tier:
         keys.append(f"apple-{tier}.{engine}")
     keys.append(f"part:{part(name)}.{engine}")
@@ -170,13 +164,22 @@ def device_keys(device: Device, backend: str) -> tuple[str, ...]:
     return hardware_keys(name, engine_of(device, backend))
 
 
+def quant_class(variant: Variant) -> str:
+    """Formats whose kernels behave alike: f16, bf16, q8, q4_0, k, k23 (2-3 bit), iq, mxfp4; of MLX's mlx2 … mlx8, mlx16."""
+    if variant.is_folder:
+        return f"{variant.format}{_folder_bits(variant.quant)}"
+    return _mixture_class(variant.quant)
+
+
+def _folder_bits(quant: str) -> str:
+    if quant[:1].isdigit():
+        return quant[0]
+    return "16" if quant.upper() in ("BF16", "FP16") else "4"
+
+
 @lru_cache(maxsize=1024)
-def quant_class(quant: str, *, mlx: bool = False) -> str:
-    """Formats whose kernels behave alike: f16, bf16, q8, q4_0, k, k23 (2-3 bit), iq, mxfp4; mlx2 … mlx8, mlx16."""
+def _mixture_class(quant: str) -> str:
     q = quant.upper()
-    if mlx:
-        bits = re.match(r"(\d)", q)
-        return f"mlx{bits.group(1)}" if bits else ("mlx16" if q in ("BF16", "FP16") else "mlx4")
     if q == "BF16":
         return "bf16"
     if q in ("F16", "F32"):
@@ -231,11 +234,6 @@ _CORES_POWER = 0.85
 CPU_YARDSTICK = "Q4_K"
 
 
-# MLX multiplies on the units for matrices that M5's GPU cores have: over four times M4's rate, as Apple has it
-# (https://machinelearning.apple.com/research/exploring-llms-mlx-m5: first tokens 3.3 to 4.1 times as soon).
-_TFLOPS_PER_UNIT_OF_KERNELS = {"mlx": {"m5": 4 * 0.46, "m6": 4 * 0.46}}
-
-
 def nominal_tflops(device: Device, backend: str = "") -> tuple[float, str]:
     """(dense FP16 TFLOP/s, basis) a device nominally has: the yardstick `prefill` efficiencies are fractions of."""
     if device.accelerator == "cpu":
@@ -265,8 +263,9 @@ def lane_tflops(name: str, units: float) -> float:
 
 def part_tflops(name: str, units: float, datasheet: float = 0.0, *, engine: str = "") -> tuple[float, str]:
     """(dense FP16 TFLOP/s, basis) of a part from its units, else its datasheet figure, else a guess of 10."""
-    kind = generation(name)[1]
-    per_unit = _TFLOPS_PER_UNIT_OF_KERNELS.get(engine, {}).get(kind) or _TFLOPS_PER_UNIT.get(kind)
+    per_unit = _TFLOPS_PER_UNIT.get(generation(name)[1])
+    if engine:
+        per_unit = facts(hardware_keys(name, engine)).tflops_per_unit or per_unit
     if per_unit and units:
         return per_unit * units, "derived"
     if datasheet:

@@ -12,9 +12,10 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
+from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
 from localllm.planner import places
-from localllm.planner.attention_scores import mlx_scores_bytes
+from localllm.planner.attention_scores import scores_bytes
 from localllm.planner.streams import facts
 from localllm.planner.types import CompanionDrafter, DraftChoice, MemoryNeed, RunSettings, backend_of
 from localllm_backends import registry
@@ -205,7 +206,7 @@ def whole_weights(model: Model, variant: Variant, device: Device | None) -> tupl
         return total, 0
     embedding = min(total, embedding_bytes(model, variant))
     if device.kind == "unified":
-        return total + (embedding if model.tied_embeddings and device.accelerator != "metal" else 0), 0
+        return total + (embedding if model.tied_embeddings and not KINDS[device.accelerator].shares_tables else 0), 0
     return (total, embedding) if model.tied_embeddings else (total - embedding, embedding)
 
 
@@ -213,20 +214,8 @@ def whole_weights(model: Model, variant: Variant, device: Device | None) -> tupl
 
 
 def overhead_bytes(device: Device | None) -> int:
-    """What the runtime itself keeps on the accelerator, in bytes.
-
-    CUDA: driver context and kernels, 107 MiB on a 34-SM card and 555 MiB on a 188-SM one
-    (https://github.com/ggml-org/llama.cpp/pull/23604), linear between. Metal: no large context, 100 MiB.
-    ROCm and Vulkan: 256 MiB, assumed. CPU: none beyond the process. Once for each of several cards.
-    """
-    if device is None or device.accelerator == "cpu":
-        return 0
-    if device.accelerator == "metal":
-        return 100 * MIB
-    if device.accelerator == "cuda":
-        units = device.compute_units or 68
-        return device.n_gpus * max(96 * MIB, round((107 + (units - 34) * (555 - 107) / (188 - 34)) * MIB))
-    return device.n_gpus * 256 * MIB
+    """What the runtime itself keeps on the accelerator, in bytes; once for each of several cards."""
+    return 0 if device is None else device.n_gpus * KINDS[device.accelerator].runtime_bytes(device.compute_units)
 
 
 def dequantised_bytes(model: Model, settings: RunSettings) -> int:
@@ -243,7 +232,7 @@ def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> i
     # GPU schedulers split the graph and keep copies of inputs; logs show 5-20 % above the CPU planner's figure.
     if device is None or device.accelerator == "cpu":
         return compute_bytes(model, settings)
-    widened = dequantised_bytes(model, settings) if device.accelerator in ("cuda", "rocm") else 0
+    widened = dequantised_bytes(model, settings) if KINDS[device.accelerator].dequantises_kv else 0
     return compute_bytes(model, settings) * 6 // 5 + widened
 
 
@@ -474,7 +463,7 @@ def mlx_step_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, 
     """What MLX holds while it computes a step, in bytes: 16-bit activations of a micro-batch, scores, each sequence's logits,
     and the freed buffers it keeps for reuse. There is no buffer planned ahead."""
     activations = compute_bytes(model, replace(settings, n_ctx=CONTEXT_STEP, n_outputs=1)) // 2
-    scores = mlx_scores_bytes(model, settings, fused_heads)
+    scores = scores_bytes(model, settings, fused_heads)
     return activations + scores + output_bytes(model, settings.slots) // 2 + _MLX_REUSE_BYTES
 
 

@@ -5,12 +5,11 @@ The settings are made here and nowhere else, and travel whole: memory, speed, an
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
+from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
 from localllm.memory.verdict import Fits
 from localllm.memory.verdict import verdict as judge
@@ -26,6 +25,7 @@ from localllm.planner import (
     quality,
     speed,
 )
+from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.needs import SPLIT_COST, Need, score
 from localllm.planner.placing import FREE, OffloadOptions
 from localllm.planner.projector import listed_bytes
@@ -119,7 +119,7 @@ def settings_for(
         drafter=drafter,
         placement=Placement(
             tables="disk" if _has_tables(model, variant) else USUAL.placement.tables,
-            weights="read" if device.accelerator == "rocm" and backend_of(variant).splits else USUAL.placement.weights,
+            weights="read" if KINDS[device.accelerator].reads_weights and backend_of(variant).splits else "auto",
             layout=kernels.layout(device, model, variant, workload),
         ),
         projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
@@ -365,8 +365,7 @@ class _Run:
         if device.accelerator == "cpu":
             return ()
         hardware = decode_cost.hardware_of(device, backend_of(self.variant).name)
-        is_arc = device.accelerator == "vulkan" and re.search(r"\barc\b", f"{device.name} {device.match}".lower())
-        most = min(self.prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT, _MOST_ON_ARC if is_arc else math.inf)
+        most = min(self.prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT, kernel_facts(hardware.keys).most_batch)
 
         def token_s(size: int) -> float:
             return prefill_cost.prefill_terms(
@@ -447,7 +446,7 @@ def _pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSetti
     src/llama-model-loader.cpp; where the driver pins no more it takes ordinary memory)."""
     usual = settings.placement.weights == USUAL.placement.weights
     if (
-        device.accelerator != "cuda"
+        not KINDS[device.accelerator].pins_host_weights
         or device.host is None
         or not usual
         or need.host_bytes > device.host.available_bytes
@@ -462,8 +461,6 @@ _PAYS = 1.05
 # Share of what an accelerator may hold that larger steps may take of it, and of the context that one step may fill.
 _SHARE_OF_MEMORY = 1 / 16
 _SHARE_OF_CONTEXT = 1 / 4
-# Intel's Vulkan driver loses its Arc in steps of 2,048 tokens (github.com/ggml-org/llama.cpp/issues/27638).
-_MOST_ON_ARC = 1024
 # Where buffers grow as steps need them, what takes no more than this for a moment need not pay: each step costs a pause, which a
 # small model on a fast device feels.
 _NEXT_TO_NOTHING = 1 / 100

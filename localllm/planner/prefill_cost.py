@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.planner import efficiency, kernels
-from localllm.planner.attention_scores import mlx_moved_bytes
+from localllm.planner.attention_scores import moved_bytes
 from localllm.planner.decode_cost import PEAK_SHARE, CostTerm, Hardware, Powers, all_attention_flops, lag
+from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import DEFAULT_BATCH
 from localllm_backends import registry
@@ -30,8 +31,6 @@ from localllm_catalog.types import Layer, Model, Variant
 _HIDDEN_PASSES = 12
 _HEAD_PASSES = 6
 _FFN_PASSES = 6
-# Kernels that read no mask of what a token may see.
-_MASKLESS = ("cpu", "mlx")
 
 
 def scan_flops(model: Model) -> float:
@@ -105,13 +104,14 @@ def prefill_parts(
     matrices: Powers = (("matmul", -1), ("quant", 1), *moe)
     wait: Powers = (("clock", lag(hardware.clock_ghz)),)
     touched = read.step_routed_params(model, batch) if model.experts is not None else 0.0
-    rows = kernels.expert_tile(hardware.keys)
+    rows = kernel_facts(hardware.keys).expert_tile
     tile: Powers = () if rows else (("tile", 1),)
     is_cpu = hardware.engine == "cpu"
     moved = 0.0 if is_cpu else activation_bytes(model)
-    if hardware.engine == "mlx":
-        context = mean_context(prompt_tokens, depth, batch)
-        moved += mlx_moved_bytes(model, context, registry.declared("mlx").fused_heads)
+    context = mean_context(prompt_tokens, depth, batch)
+    fused_heads = registry.of_kernels(hardware.engine).fused_heads
+    if fused_heads:
+        moved += moved_bytes(model, context, fused_heads)
     return {
         "matmul": CostTerm(2 * matrix_params(model, variant) / held, matrices),
         "padding": CostTerm(0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)),
@@ -122,9 +122,7 @@ def prefill_parts(
         "layers": CostTerm(known.n_layers / batch, (("layer_s", 1), *wait)),
         "experts": CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
         "recurrent": CostTerm(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
-        "mask": CostTerm(
-            0.0 if hardware.engine in _MASKLESS else mean_context(prompt_tokens, depth, batch), (("mask_s", 1),)
-        ),
+        "mask": CostTerm(context if kernel_facts(hardware.keys).reads_mask else 0.0, (("mask_s", 1),)),
     }
 
 

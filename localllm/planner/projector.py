@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from localllm.planner.types import backend_of
 from localllm_catalog.types import Model, Variant
 
 # Qwen's projectors take images of any size; llama.cpp reserves buffers for 46 × 46 tokens (clip.cpp, set_warmup_n_tokens).
@@ -32,7 +33,7 @@ def listed_bytes(model: Model, variant: Variant) -> int:
     """Bytes while loaded, as far as the catalog knows them: the published projector of these files, else of the model's others,
     else what its parameters weigh at 16 bits; and buffers for the largest image there, up to 46 × 46 tokens. 0 where the
     model does not see, or in a format whose engine reads no images here."""
-    if "image" not in model.modality or variant.format != "gguf":
+    if "image" not in model.modality or not backend_of(variant).projectors:
         return 0
     published = (variant, *model.variants)
     size = next((v.mmproj_bytes for v in published if v.mmproj_bytes), 0) or 2 * model.vision_params

@@ -41,7 +41,7 @@ def strata(
         depth >= VERY_DEEP,
         kv_type not in ("f16", "bf16", "f32"),
         n_cards > 1,
-        efficiency.quant_class(variant.quant, mlx=variant.format == "mlx") in _RARE_FORMATS,
+        efficiency.quant_class(variant) in _RARE_FORMATS,
     )
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from localllm.device.accelerators import KINDS
-from localllm.device.types import Accelerator, Device
+from localllm.device.accelerators import KINDS, rival
+from localllm.device.types import Device
 from localllm.formatting import gb, mb
 from localllm.planner import (
     drafting,
@@ -191,14 +191,13 @@ def _other_engine(device: Device, plan: Plan, workload: Workload, overrides: Ove
     return other if other.fits != "no" else None
 
 
-_RADEON_KERNELS: dict[Accelerator, Accelerator] = {"rocm": "vulkan", "vulkan": "rocm"}
 # Less than this between ROCm and Vulkan is not worth another build.
 _KERNELS_PAY = 1.05
 
 
 def _other_kernels(device: Device, plan: Plan) -> str | None:
     """On a Radeon, what llama.cpp's other build would do: "Vulkan instead of ROCm: …", where that differs and fits."""
-    other = _RADEON_KERNELS.get(device.accelerator)
+    other = rival(device.accelerator)
     if other is None or not backend_of(plan.variant).runs_on(other):
         return None
     if efficiency.generation(device.match or device.name)[0] != "amd":

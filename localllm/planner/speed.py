@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost, ranges
+from localllm.planner.kernel_facts import facts
 from localllm.planner.streams import streamed
 from localllm.planner.types import USUAL, Range, RunSettings, backend_of
 from localllm_backends.placement import Placement
@@ -390,24 +391,9 @@ def draft_gain(device: Device, target: tuple[Model, Variant], draft: tuple[Model
     return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, small, verify)
 
 
-# What every further token of one sequence adds to a step of a GPU, as a share of the step, by the kind of machine: what leaves of
-# the published runs of Qwen3.8-27B with its own heads (github.com/sudoingX/qwen38-mtp, two to four tokens at a time, code and
-# prose apart where they are told apart), at the acceptance of `drafting`, the runs' number beside it. Apple's GPUs gain next to
-# nothing: a step over three tokens takes them 2.4 times as long as one. Where nobody ran it, or the runs disagree (Ada: 0.13 in five
-# of these, less in ggml-org/llama.cpp#22673), the middle of the others.
-_ROW_SHARES = {
-    "metal": (0.65, 2), "nvidia-blackwell.cuda": (0.06, 14), "nvidia-ampere.cuda": (0.2, 10),
-    "nvidia-turing.cuda": (0.29, 1), "nvidia-pascal.cuda": (0.13, 2), "amd-rdna3.vulkan": (0.03, 2),
-    "amd-strix-halo.vulkan": (0.04, 1), "amd-strix-halo.rocm": (0.04, 2), "amd-rdna4.vulkan": (0.09, 1),
-    "amd-rdna4.rocm": (0.17, 2), "amd-apu.vulkan": (0.02, 1),
-}  # fmt: skip
-_ROW_SHARE = 0.1
-
-
 def row_share(device: Device, variant: Variant) -> tuple[float, int]:
     """What a further token of one sequence adds to a step, as a share of it, and how many published runs say so (0: assumed)."""
-    keys = decode_cost.hardware_of(device, backend_of(variant).name).keys
-    return next((_ROW_SHARES[key] for key in reversed(keys) if key in _ROW_SHARES), (_ROW_SHARE, 0))
+    return facts(decode_cost.hardware_of(device, backend_of(variant).name).keys).row_share
 
 
 # The same of mixtures, whose kernels and routing take the row as it comes until most experts are read anyway: published

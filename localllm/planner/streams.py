@@ -69,7 +69,7 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     known = facts(model)
     chosen, pool, dense = known.chosen_params, known.pool_params, known.dense_params
     weights = variant.weights_bytes or variant.file_bytes
-    if variant.format == "mlx":
+    if variant.is_folder:
         expert_bits, bits = (float(b) for b in shapes.mlx_parts(variant.quant))
         return _pack(dense * bits, chosen * expert_bits, pool * expert_bits, dense, chosen)
     lookup = known.embedding_params + model.lookup_params

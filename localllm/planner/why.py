@@ -10,7 +10,7 @@ from localllm.formatting import gb, rate
 from localllm.planner import needs, places, speed
 from localllm.planner.needs import Need
 from localllm.planner.streams import streamed
-from localllm.planner.types import Plan
+from localllm.planner.types import Plan, backend_of
 
 
 def place(device: Device) -> str:
@@ -39,7 +39,7 @@ def streamed_tok_s(plan: Plan, device: Device) -> float | None:
     """What a mixture too large for all memory would decode at if its missing experts were read from an SSD for every token,
     in tokens/s; None where they are not what is too large. Said, and not
     offered."""
-    if plan.model.experts is None or plan.variant.format != "gguf":
+    if plan.model.experts is None or not backend_of(plan.variant).splits:
         return None
     has = device.room_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
     missing = plan.memory.total_bytes + plan.memory.host_bytes - has

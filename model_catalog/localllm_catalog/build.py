@@ -19,6 +19,7 @@ from localllm_catalog.types import (
     Experts,
     FactSource,
     FfnKind,
+    Format,
     ImageTokens,
     Layer,
     LayerKind,
@@ -37,7 +38,7 @@ MODEL_KEYS = frozenset({
     "recurrent", "experts", "attention_gate", "ffn_matrices", "residual_streams", "split_blocks", "mtp_layers", "vision_params",
     "image_tokens",
     "mtp_params", "params_note", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling",
-    "drafts", "companions", "external_drafts", "quality", "notes", "sources", "gguf", "mlx", "_file",
+    "drafts", "companions", "external_drafts", "quality", "notes", "sources", *Format, "_file",
 })  # fmt: skip
 
 
@@ -156,8 +157,8 @@ def _quality(table: Mapping[str, Mapping[str, float]], sources: Mapping[str, Fac
 
 def _with_variants(model: Model, raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
     variants = [
-        *_gguf_variants(model, raw.get("gguf", ()), sources),
-        *_mlx_variants(model, raw.get("mlx", ()), sources),
+        *_gguf_variants(model, raw.get(Format.GGUF, ()), sources),
+        *_mlx_variants(model, raw.get(Format.MLX, ()), sources),
     ]
     return replace(model, variants=tuple(variants))
 
@@ -182,7 +183,7 @@ def _gguf(table: Mapping[str, Any], quant: str, size: int, exact: bool, source: 
     if names is None:
         names = [table["file"].replace("{quant}", quant)] if "file" in table else []
     return Variant(
-        "gguf",
+        Format.GGUF,
         quant,
         check_repo(table["repo"]),
         tuple(check_file(name) for name in names),
@@ -204,7 +205,7 @@ def _mlx_variants(
             size, source = shapes.estimate_mlx_bytes(model, quant), ESTIMATED
         else:
             source = sources[table["source"]].title if "source" in table else ""
-        yield Variant("mlx", quant, repo, (), int(size), "bytes" in table, source=source)
+        yield Variant(Format.MLX, quant, repo, (), int(size), "bytes" in table, source=source)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

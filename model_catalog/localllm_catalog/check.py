@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from localllm_catalog import catalog, shapes
 from localllm_catalog.errors import CatalogError
 from localllm_catalog.schema import ModelTable, SourceTable
-from localllm_catalog.types import Model
+from localllm_catalog.types import Format, Model
 
 # Counted from shapes against stated: beyond this the file has to say why (params_note).
 TOLERANCE = 0.03
@@ -47,7 +48,7 @@ def _against_schema(name: str, table: dict[str, Any]) -> Iterator[str]:
 
 
 def _labels(table: dict[str, Any]) -> set[str]:
-    files = [*table.get("gguf", ()), *table.get("mlx", ())]
+    files = itertools.chain.from_iterable(table.get(form, ()) for form in Format)
     return {entry["source"] for entry in files if "source" in entry} | set(table.get("quality", ()))
 
 

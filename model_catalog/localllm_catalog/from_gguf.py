@@ -16,7 +16,7 @@ from localllm_catalog import architectures, kinds, stated
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
 from localllm_catalog.names import quant_of, shown
-from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
+from localllm_catalog.types import Experts, FfnKind, Format, Layer, LayerKind, Model, Purpose, Variant
 
 MAX_LAYERS = 2_048
 _MAX_WIDTH = 1 << 24
@@ -385,7 +385,7 @@ def _variant(header: GgufHeader, facts: _Facts, repo: str) -> Variant:
         active += round(tensor.n_bytes * share) if "_exps." in tensor.name else tensor.n_bytes
     names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
     return Variant(
-        "gguf",
+        Format.GGUF,
         _quant_name(header, names[0]),
         repo,
         names if repo else header.files,

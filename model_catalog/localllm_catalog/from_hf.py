@@ -17,7 +17,7 @@ from localllm_catalog.errors import BadHeaderError, CatalogError
 from localllm_catalog.from_gguf import MAX_LAYERS, describe
 from localllm_catalog.names import shown
 from localllm_catalog.quants import mlx_bits
-from localllm_catalog.types import Experts, Layer, LayerKind, Model, Variant
+from localllm_catalog.types import Experts, Format, Layer, LayerKind, Model, Variant
 
 _MAX_NUMBER = 1 << 40
 
@@ -370,7 +370,7 @@ _FOREIGN = {
     "fp8": "FP8", "fbgemm_fp8": "FP8 (FBGEMM)", "compressed-tensors": "compressed-tensors", "bitsandbytes": "bitsandbytes",
     "awq": "AWQ", "gptq": "GPTQ", "modelopt": "NVIDIA ModelOpt's format",
 }  # fmt: skip
-_OUR_MODES = frozenset({"", "mlx", "affine", "mxfp4", "mxfp8", "nvfp4", "bitnet"})
+_OUR_MODES = frozenset({"", Format.MLX, "affine", "mxfp4", "mxfp8", "nvfp4", "bitnet"})
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -415,7 +415,7 @@ def _variant(config: Mapping[str, Any], files: Mapping[str, int], repo: str) -> 
     if not weights or any(size < 0 for size in files.values()):
         raise BadHeaderError("no .safetensors files with their sizes", "the folder may be incomplete")
     return Variant(
-        "mlx",
+        Format.MLX,
         quant_of(config),
         repo,
         tuple(sorted(files)),

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import Literal
 
 LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
-Format = Literal["gguf", "mlx"]
 FfnKind = Literal["dense", "experts", "both", "none"]
 Purpose = Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedding"]
+
+
+class Format(StrEnum):
+    """The forms that weights are published in, by their names in the catalog's files."""
+
+    GGUF = auto()
+    MLX = auto()
+
+    @property
+    def is_folder(self) -> bool:
+        """True where a folder of shards with a config.json is a model, and every weight has the bits that its quant's name says;
+        False where one file is (or its splits), with a header of its own and a mixture of types in it."""
+        return self is Format.MLX
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,11 @@ class Variant:
     layer_bytes: tuple[tuple[int, int], ...] = ()
     input_bytes: int = 0
     output_bytes: int = 0
+
+    @property
+    def is_folder(self) -> bool:
+        """`Format.is_folder` of its form."""
+        return Format(self.format).is_folder
 
     @property
     def is_estimate(self) -> bool:

@@ -27,6 +27,7 @@ class LlamaCppType(BackendType):
         lays_out=True,
         spare_sequence=True,
         draft_heads=True,
+        projectors=True,
         snapshots=True,
     )
 

@@ -1,0 +1,65 @@
+"""The table of what an engine has kernels for (kernels.toml): one row of facts for a machine's keys."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("kernels.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """What a set of kernels does on a kind of machine; the defaults are what is usual. Shares are of the usual rate.
+
+    `by_vendor`: drivers of several vendors run it. `emulated_on_generations`, `emulated_on_parts`: keys of what is emulated, by
+    the generations that lack it, or a pattern of the parts' names. `masked`, and `masked_large` in large micro-batches: shares
+    of what the mask hides from a token that are computed all the same (of the tokens after it, of those before its window);
+    `reads_mask`: the host writes one. `read_share`: of reading weights for one token, but of formats that are `read_fast`.
+    `bf16_share`, `bf16_experts_share`: of multiplying bfloat16 matrices, and of reading chosen experts in it. `unpack_flops`:
+    arithmetic at the units' nominal rate that a weight takes beyond the usual, by class of format. `matrix_share`: of
+    multiplying matrices. `expert_tile`: rows that every touched expert of a micro-batch costs beside its tokens (0: to be
+    learnt). `unpacks_kv_on_lanes`: one token's attention unpacks a quantised KV there. `row_share`: what a further token of one
+    sequence adds to a step, and how many published runs say so (0: assumed). `tflops_per_unit`: FP16 TFLOP/s of a compute unit
+    (0: as nominal). `most_batch`: tokens of a step at most.
+    """
+
+    by_vendor: bool = False
+    emulated_on_generations: Mapping[str, list[str]] = field(default_factory=dict)
+    emulated_on_parts: Mapping[str, str] = field(default_factory=dict)
+    masked: tuple[float, float] = (1.0, 1.0)
+    masked_large: tuple[float, float] | None = None
+    reads_mask: bool = True
+    read_share: float = 1.0
+    read_fast: tuple[str, ...] = ()
+    bf16_share: float = 1.0
+    bf16_experts_share: float = 1.0
+    unpack_flops: Mapping[str, float] = field(default_factory=dict)
+    matrix_share: float = 1.0
+    expert_tile: float = 0.0
+    unpacks_kv_on_lanes: bool = False
+    row_share: tuple[float, int] = (0.1, 0)
+    tflops_per_unit: float = 0.0
+    most_batch: float = math.inf
+
+
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    rows = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    for row in rows.values():
+        row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+    return rows
+
+
+@lru_cache(maxsize=1024)
+def facts(keys: tuple[str, ...]) -> KernelFacts:
+    """The facts of a machine with these keys, general first."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        found |= _rows().get(key, {})
+    return KernelFacts(**found)
