@@ -105,6 +105,26 @@ def test_memory_is_read_in_one_place() -> None:
     assert {name for name in reads if not name.startswith("localllm/memory/")} == OTHER_READERS
 
 
+# Who may write a backend's or an accelerator's name. Everybody else asks its row: a format's, `KINDS`, or what a backend declares.
+DEVICES = ("localllm/device/", "localllm/setup/", "backends/")
+NAME_OWNERS = dict.fromkeys(("llamacpp", "mlx"), ("backends/",)) | dict.fromkeys(
+    ("cuda", "rocm", "vulkan", "metal"), DEVICES
+)
+
+
+def test_only_its_owner_writes_the_name_of_a_backend_or_an_accelerator() -> None:
+    found = {
+        f"{path}:{node.lineno}: {node.value}"
+        for path, tree in PRODUCT.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value in NAME_OWNERS
+        and not path.startswith(NAME_OWNERS[node.value])
+    }
+    assert found == set()
+
+
 CLASSES = [(name, node) for name, tree in PRODUCT.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 

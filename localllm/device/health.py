@@ -57,11 +57,12 @@ class WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class HealthFacts:
-    """What was read. None (or an absent key) = could not be read here."""
+    """What was read. None (or an absent key) = could not be read here. `other_engines`: those beside llama.cpp that are
+    installed, with their version, by the kind of accelerator that they are for."""
 
     build: BuildFacts | None = None
     llama_cpp: ggml.GgmlBuild | None = None
-    mlx_version: str | None = None
+    other_engines: Mapping[str, str] = field(default_factory=dict)
     disk_free_bytes: Mapping[str, int] = field(default_factory=dict)
     open_files: int | None = None
     swap: tuple[int, int] | None = None
@@ -130,9 +131,9 @@ def _build(device: Device, facts: HealthFacts) -> list[HealthCheck]:
         return [_cuda_code(device, build, said) if wanted == "cuda" else HealthCheck(name, "ok", said)]
     if wanted == "rocm" and "vulkan" in compiled:
         return [HealthCheck(name, "ok", f"{said}: Vulkan drives this GPU (ROCm would read prompts faster)")]
-    if wanted == "metal" and facts.mlx_version:
-        message = f"{said}: this Mac's GPU is used by MLX {facts.mlx_version} only, GGUF files run on the CPU"
-        return [HealthCheck(name, "warning", message, "localllm setup --backend metal")]
+    if wanted in facts.other_engines:
+        message = f"{said}: this Mac's GPU is used by {facts.other_engines[wanted]} only, GGUF files run on the CPU"
+        return [HealthCheck(name, "warning", message, f"localllm setup --backend {wanted}")]
     message = f"{said}, but this machine has {wanted}: its GPU would sit idle"
     return [HealthCheck(name, "error", message, _SETUP)]
 

@@ -18,7 +18,7 @@ from localllm.errors import DownloadError, ModelNotFoundError
 from localllm.library import variants
 from localllm.library.catalog import UPDATE_FILE
 from localllm.library.hub import HubUnreachableError, Listing
-from localllm_catalog.types import Format
+from localllm_catalog.names import Format
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Layer, Model, Variant
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # A file further from what its format and the model's shapes say is something else: a draft head, a part, another model.
 _PLAUSIBLE = 0.4
 _LEAST_BITS, _MOST_BITS = 1.0, 20.0
+_FORMS = tuple(Format)
 # Sizes nearer than this to the old ones are the same file, counted in another way.
 _SAME = 0.005
 
@@ -59,7 +60,7 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
     known: dict[str, Listing | None] = {}
     for model in models:
         repos = list(dict.fromkeys((v.format, v.repo) for v in model.variants if v.repo))
-        tables: dict[str, list[dict[str, Any]]] = {form: [] for form in Format}
+        tables: dict[str, list[dict[str, Any]]] = {form: [] for form in _FORMS}
         for form, repo in repos:
             if repo not in known:
                 known[repo] = _listing(repo, list_files, found)
@@ -98,9 +99,9 @@ def write(update: Update, folder: Path, today: datetime.date | None = None) -> P
         "# Written anew by the next update; delete this file to go back to the shipped listings.",
     ]
     for name, table in tables.items():
-        forms = {form: rows for form, rows in table.items() if form in Format}
+        forms = {form: rows for form, rows in table.items() if form in _FORMS}
         lines += ["", "[[models]]", f"id = {_toml(name)}"]
-        lines += [f"{key} = {_toml(value)}" for key, value in table.items() if key not in Format]
+        lines += [f"{key} = {_toml(value)}" for key, value in table.items() if key not in _FORMS]
         lines += [f"{form} = []" for form, rows in forms.items() if not rows]
         for form, rows in forms.items():
             for row in rows:

@@ -12,7 +12,7 @@ from localllm import json_store
 from localllm.library import file_kinds, names
 from localllm.library.file_kinds import is_gguf
 from localllm.library.types import LocalModel, Origin
-from localllm_catalog.types import Format
+from localllm_catalog.names import Format
 
 _MAX_FILES = 20_000
 # Folders within folders: deeper than anybody keeps models, and a bound where links make a circle of them.

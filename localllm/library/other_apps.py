@@ -15,14 +15,14 @@ from typing import Any
 from localllm import json_store
 from localllm.library import app_folders, file_kinds, folders, hf_cache, names
 from localllm.library.types import LocalModel
-from localllm_catalog.types import Format
+from localllm_catalog.names import Format
 
 _OLLAMA_DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
 _MODEL, _PROJECTOR = "application/vnd.ollama.image.model", "application/vnd.ollama.image.projector"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _MANIFEST_LIST = "application/vnd.ollama.manifest.list.v2+json"
-# Of a list's manifests: those for llama.cpp itself first, then those for Ollama's own engine; MLX ones are not GGUF.
-_RUNNERS = ("llamacpp", "ollama", "")
+# Runners of a list's manifests that are Ollama's own engine ("": not said), in this order after those for llama.cpp itself.
+_OWN_RUNNERS = ("ollama", "")
 # One registry under two names (manifests/ has the first, manifests-v2/ the second).
 _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 
@@ -100,14 +100,19 @@ def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
         return content
     listed = content.get("manifests")
     children = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
-    for runner in _RUNNERS:
-        for child in children:
-            if str(child.get("runner", "")).lower() == runner and child.get("format", Format.GGUF) == Format.GGUF:
-                if "layers" in child:
-                    return child
-                blob = _blob(store, child)
-                return json_store.read(blob) if blob is not None else {}
-    return {}
+    ours = [c for c in children if c.get("format", Format.GGUF) == Format.GGUF and _runner(c) != Format.MLX]
+    child = min(ours, key=_preference, default={})
+    blob = _blob(store, child) if "layers" not in child else None
+    return json_store.read(blob) if blob is not None else child
+
+
+def _preference(child: dict[str, Any]) -> int:
+    """0 for llama.cpp's own, above for Ollama's."""
+    return _OWN_RUNNERS.index(_runner(child)) + 1 if _runner(child) in _OWN_RUNNERS else 0
+
+
+def _runner(child: dict[str, Any]) -> str:
+    return str(child.get("runner", "")).lower()
 
 
 def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalModel | None:

@@ -30,7 +30,7 @@ from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadMeter, DownloadProgress
 from localllm.library.types import LocalModel
 from localllm.library.variants import Choose, Selection
-from localllm_catalog.types import Format
+from localllm_catalog.names import Format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from localllm.library.catalog import load_catalog, read_header
 from localllm.library.types import LocalModel as LocalModel
 from localllm.library.types import Origin as Origin
 from localllm.memory.system import SystemMemory
-from localllm_catalog.types import Format
+from localllm_catalog.names import Format
 
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog

@@ -14,6 +14,7 @@ from localllm.errors import LocalLLMError, ModelFileError, UsageError
 from localllm.library import app_folders, file_kinds, folders, hf_cache, names, other_apps, starter
 from localllm.library.catalog import read_header
 from localllm.library.types import LocalModel
+from localllm_catalog.names import Format
 
 _OWNERS = {"lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp", "starter": "a Python package"}
 # A file that was written this recently may belong to a download that runs now.
@@ -44,7 +45,7 @@ def packaged() -> list[LocalModel]:
     file = starter.path()
     if file is None:
         return []
-    return [LocalModel(starter.NAME, file, "gguf", file.stat().st_size, "Q4_1", "starter", "", (file,))]
+    return [LocalModel(starter.NAME, file, Format.GGUF, file.stat().st_size, "Q4_1", "starter", "", (file,))]
 
 
 # --- du -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from localllm.library.hub import Listing, RepoFile
 from localllm.memory.system import SystemMemory
 from localllm_catalog import kinds
 from localllm_catalog.kinds import Kind
-from localllm_catalog.types import Format
+from localllm_catalog.names import Format
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model, Variant

@@ -22,7 +22,7 @@ from localllm.device.in_use import ask_build
 from localllm.setup import builds, installer, processor_part, trial
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, installed_version
-from localllm.setup.steps import FOLDER, BuildRecipe, Step
+from localllm.setup.steps import FOLDER, MLX, BuildRecipe, Step
 
 Say = Callable[[str], None]
 Run = Callable[[list[str], Mapping[str, str], Path], int]
@@ -156,7 +156,7 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
     if not failure:
         return
     if not before:
-        (run or _run)(installer.command(["uninstall", "--yes", "mlx", "mlx-lm"]), dict(os.environ), log)
+        (run or _run)(installer.command(["uninstall", "--yes", *MLX.distributions]), dict(os.environ), log)
     raise SetupError(
         f"MLX was {'not changed back' if before else 'taken out again'}: {failure}",
         hint=f"all that was printed is in {log}",
@@ -318,7 +318,7 @@ def _log_path(name: str) -> Path:
 def _mlx_there() -> bool:
     import importlib.util
 
-    return importlib.util.find_spec("mlx") is not None
+    return importlib.util.find_spec(MLX.name) is not None
 
 
 def _try_mlx() -> str:

@@ -14,12 +14,8 @@ from localllm.device.types import Device
 from localllm.setup import cuda
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, Version
-from localllm.setup.steps import BuildRecipe, Preferred, Step, chain, compiler, from_source, is_x86, minutes, wheel
+from localllm.setup.steps import MLX, BuildRecipe, Preferred, Step, chain, compiler, from_source, is_x86, minutes, wheel
 
-# What `pyproject.toml` names in the extras mlx and mlx-cuda: a test holds them together.
-MLX = ("mlx>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
-MLX_CPU = ("mlx[cpu]>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
-MLX_CUDA = ("mlx[cuda13]>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
 _SEE = "`localllm device` shows what was found, `localllm setup --dry-run` what would be made"
 
 
@@ -31,7 +27,7 @@ def recipes_for(
 
     Raises SetupError where that can't be had on this machine at all.
     """
-    if wanted == "mlx":
+    if wanted == MLX.name:
         return [_mlx(device, host)]
     if wanted:
         return [_RECIPES[wanted](device, host)]
@@ -230,28 +226,28 @@ def _cpu(_: Device, host: BuildHost) -> BuildRecipe:
 
 
 def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
-    title, wanted = "MLX on the processor", MLX_CPU
+    title, computes_on = "MLX on the processor", "cpu"
     because = "MLX runs here, for what it is worth without a GPU"
     if device.accelerator == "metal":
-        title, wanted = "MLX for Metal", MLX
+        title, computes_on = "MLX for Metal", device.accelerator
         because = "Apple's own engine runs MLX models on the same GPU, many of them faster than llama.cpp"
     elif device.accelerator == "cuda":
         if host.system != "linux" or any(capability < (7, 5) for capability in cuda.capabilities(device)):
             raise SetupError(
                 "MLX for CUDA needs Linux and a GPU of compute capability 7.5 or newer", hint="localllm setup"
             )
-        title, wanted = "MLX for CUDA 13", MLX_CUDA
+        title, computes_on = "MLX for CUDA 13", device.accelerator
         because = "MLX has CUDA code of 7.5, 8.0, 9.0a, 10.0a, 12.0a and 12.1a"
     elif host.system == "windows":
         raise SetupError("MLX does not run on Windows", hint="localllm setup makes llama.cpp ready")
-    step = Step("MLX and its model code", ("install", *wanted))
-    return BuildRecipe("mlx", "mlx", title, because, (step,), takes="a download", into_environment=True)
+    step = Step("MLX and its model code", ("install", *MLX.requirements[computes_on]))
+    return BuildRecipe(MLX.name, MLX.name, title, because, (step,), takes="a download", into_environment=True)
 
 
 _RECIPES: dict[str, Callable[[Device, BuildHost], BuildRecipe]] = {
     "cuda": cuda.recipe, "vulkan": _vulkan, "rocm": _rocm, "metal": _metal, "cpu": _cpu,
 }  # fmt: skip
-BACKENDS = (*_RECIPES, "mlx")
+BACKENDS = (*_RECIPES, MLX.name)
 
 
 def _own(device: Device, backend: str) -> BuildRecipe:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from localllm.device.types import Accelerator
 from localllm.setup.host import BuildHost
@@ -30,6 +32,19 @@ class Step:
         settings = [f'{name}="{value}"' for name, value in self.environment]
         words = [f"'{word}'" if any(c in word for c in "[]<>*") else word for word in self.pip]
         return " ".join([*settings, "pip", *words])
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledEngine:
+    """An engine that is installed rather than built: the name it is asked for and imported by, its distributions, and its
+    requirements by the kind of device that computes."""
+
+    name: str
+    distributions: list[str]
+    requirements: dict[str, list[str]]
+
+
+MLX = InstalledEngine(**tomllib.loads(Path(__file__).with_name("mlx.toml").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, slots=True)

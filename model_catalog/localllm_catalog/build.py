@@ -12,14 +12,13 @@ from typing import Any, cast
 
 from localllm_catalog import quants, shapes
 from localllm_catalog.errors import BadCatalogError, CatalogError
-from localllm_catalog.names import check_file, check_repo
+from localllm_catalog.names import Format, check_file, check_repo
 from localllm_catalog.types import (
     ESTIMATED,
     Companion,
     Experts,
     FactSource,
     FfnKind,
-    Format,
     ImageTokens,
     Layer,
     LayerKind,

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from localllm_catalog import catalog, shapes
 from localllm_catalog.errors import CatalogError
+from localllm_catalog.names import Format
 from localllm_catalog.schema import ModelTable, SourceTable
-from localllm_catalog.types import Format, Model
+from localllm_catalog.types import Model
 
 # Counted from shapes against stated: beyond this the file has to say why (params_note).
 TOLERANCE = 0.03

@@ -15,8 +15,8 @@ from pathlib import PurePosixPath
 from localllm_catalog import architectures, kinds, stated
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
-from localllm_catalog.names import quant_of, shown
-from localllm_catalog.types import Experts, FfnKind, Format, Layer, LayerKind, Model, Purpose, Variant
+from localllm_catalog.names import Format, quant_of, shown
+from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
 
 MAX_LAYERS = 2_048
 _MAX_WIDTH = 1 << 24

@@ -1,11 +1,26 @@
-"""Names of repositories and files: which may become a path (overlays and hubs are untrusted), which
+"""Names of formats, repositories and files: which may become a path (overlays and hubs are untrusted), which
 quant they carry, and what two of one model share."""
 
 from __future__ import annotations
 
 import re
+from enum import StrEnum, auto
 
 from localllm_catalog.errors import BadCatalogError
+
+
+class Format(StrEnum):
+    """The forms that weights are published in, by their names in the catalog's files."""
+
+    GGUF = auto()
+    MLX = auto()
+
+    @property
+    def is_folder(self) -> bool:
+        """True where a folder of shards with a config.json is a model, and every weight has the bits that its quant's name says;
+        False where one file is (or its splits), with a header of its own and a mixture of types in it."""
+        return self is Format.MLX
+
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)

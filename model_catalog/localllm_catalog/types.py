@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum, auto
 from typing import Literal
+
+from localllm_catalog.names import Format
 
 LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 FfnKind = Literal["dense", "experts", "both", "none"]
 Purpose = Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedding"]
-
-
-class Format(StrEnum):
-    """The forms that weights are published in, by their names in the catalog's files."""
-
-    GGUF = auto()
-    MLX = auto()
-
-    @property
-    def is_folder(self) -> bool:
-        """True where a folder of shards with a config.json is a model, and every weight has the bits that its quant's name says;
-        False where one file is (or its splits), with a header of its own and a mixture of types in it."""
-        return self is Format.MLX
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ def device(
 def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
     """What the installed llama.cpp can compute on, and where that is not what the system shows."""
     from localllm.device import ggml
+    from localllm.device.accelerators import KINDS
 
     out = ["", f"llama.cpp (llama-cpp-python {build.version}), devices:" if build.version else "llama.cpp"]
     for device in build.devices:
@@ -79,7 +80,7 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
         if told:
             out.append(f"            {', '.join(told)}")
     out += _finding_lines(ggml.differences(found, build))
-    if found.accelerator not in ("cpu", "metal") and not build.failure and ggml.driven_by(found, build) == "cpu":
+    if not KINDS[found.accelerator].in_every_build and not build.failure and ggml.driven_by(found, build) == "cpu":
         out += _more_with_the_gpu(found)
     return out
 

@@ -53,7 +53,11 @@ def doctor(
     from localllm.device.types import device_to_json
 
     found = hardware()
-    facts = replace(health.read(paths.cache_dir(), paths.data_dir()), llama_cpp=in_use.build_here(fresh=True))
+    facts = replace(
+        health.read(paths.cache_dir(), paths.data_dir()),
+        llama_cpp=in_use.build_here(fresh=True),
+        other_engines=_other_engines(),
+    )
     checks = [
         *judge(found, facts), *token_checks(facts.llama_cpp), *speed_checks(), *name_checks(), *kv_checks(paths.kv_evidence_dir()),
     ]  # fmt: skip
@@ -62,6 +66,19 @@ def doctor(
         print_json(body)
         return
     print("\n".join(lines(checks)))
+
+
+def _other_engines() -> dict[str, str]:
+    """Installed engines that are for some kinds of accelerator alone, with their version, by kind."""
+    from localllm.device.probes.health import version
+    from localllm_backends import registry
+
+    found: dict[str, str] = {}
+    for engine in registry.declarations():
+        installed = version(engine.packages[0]) if engine.packages else None
+        if installed is not None:
+            found |= dict.fromkeys(engine.accelerators, f"{engine.label} {installed}")
+    return found
 
 
 def measure_kv(reference: str) -> None:

@@ -92,10 +92,11 @@ def _wanted(device: str, engine: str, backend: str, *, rpc: bool) -> tuple[Devic
 
 def _check_release(engine: str, backend: str) -> None:
     from localllm.errors import UsageError
+    from localllm.setup.steps import MLX
 
     if not re.fullmatch(r"\d+(\.\d+){1,3}", engine):
         raise UsageError(f"--engine {engine}: not a release", hint="as llama-cpp-python numbers them: --engine 0.3.36")
-    if backend == "mlx":
+    if backend == MLX.name:
         raise UsageError(
             "--engine is for llama.cpp: MLX lies in localllm's own environment",
             hint="docs/engines.md has the command that tries another MLX in an environment of its own",
@@ -105,9 +106,11 @@ def _check_release(engine: str, backend: str) -> None:
 def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
     """What to make for `machine`, with the planner's word on whichever backend it would run faster with."""
     from localllm.cli.compose import engine_builds
+    from localllm.device.accelerators import KINDS
     from localllm.setup.recipes import recipes_for
 
-    preferred = engine_builds.preferred(machine) if machine.accelerator == "rocm" and not backend else None
+    has_choice = KINDS[machine.accelerator].lighter is not None and not backend
+    preferred = engine_builds.preferred(machine) if has_choice else None
     return recipes_for(machine, host, backend, preferred)
 
 

@@ -67,17 +67,20 @@ def _configured() -> str:
 
 
 def preferred(machine: Device) -> Preferred | None:
-    """ROCm or Vulkan, by the seconds a turn of the yardstick would take; None where it can't be planned."""
+    """The machine's accelerator or the lighter one that drives the same GPU, by the seconds a turn of the yardstick would take;
+    None where there is no such choice, or it can't be planned."""
+    from localllm.device.accelerators import KINDS
     from localllm.setup.steps import Preferred
 
-    both: tuple[Accelerator, ...] = ("rocm", "vulkan")
-    seconds = {kind: _turn_s(machine, kind) for kind in both}
-    if None in seconds.values():
+    own, lighter = machine.accelerator, KINDS[machine.accelerator].lighter
+    if lighter is None:
         return None
-    rocm, vulkan = seconds["rocm"] or 0.0, seconds["vulkan"] or 0.0
-    # Vulkan needs nothing but the driver that is there: ROCm has to be worth installing.
-    best: Accelerator = "rocm" if rocm < _WORTH_IT * vulkan else "vulkan"
-    told = ", ".join(f"{kind} {value:.1f} s" for kind, value in seconds.items())
+    own_s, lighter_s = _turn_s(machine, own), _turn_s(machine, lighter)
+    if own_s is None or lighter_s is None:
+        return None
+    # The lighter one needs nothing but the driver that is there: the other has to be worth installing.
+    best = own if own_s < _WORTH_IT * lighter_s else lighter
+    told = f"{own} {own_s:.1f} s, {lighter} {lighter_s:.1f} s"
     return Preferred(best, f"a turn of {_YARDSTICK[0]} would take: {told}")
 
 
@@ -94,7 +97,7 @@ def yardstick_plan(machine: Device) -> Plan | None:
     from localllm.planner.types import Workload
 
     model = load_catalog().get(_YARDSTICK[0])
-    variants = [v for v in model.variants if v.format == "gguf"] if model is not None else []
+    variants = [v for v in model.variants if not v.is_folder] if model is not None else []
     if model is None or not variants:
         return None
     variant = next((v for v in variants if v.quant == _YARDSTICK[1]), variants[0])
@@ -121,7 +124,8 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
 
     if plan is None or machine.accelerator == planned_for.accelerator:
         return ""
-    if machine.accelerator == "rocm" and (best := preferred(machine)) is not None:
+    best = preferred(machine) if KINDS[machine.accelerator].lighter is not None else None
+    if best is not None:
         machine = replace(machine, accelerator=best.backend)
     other = plan_for(machine, plan.model, plan.variant, Workload())
     if other.fits == "no" or other.decode_tok_s.value <= plan.decode_tok_s.value:

@@ -55,7 +55,7 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
     plans = [
         (variant.quant, cluster.plan(model, variant, settings, boxes, cluster.LINKS[link]))
         for variant in model.variants
-        if variant.format == "gguf" and (not quant or variant.quant.lower() == quant.lower())
+        if not variant.is_folder and (not quant or variant.quant.lower() == quant.lower())
     ]
     shared = [
         (variant.quant, cluster.tensor_parallel_plan(model, variant, settings, boxes, cluster.LINKS[link]))

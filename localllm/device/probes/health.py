@@ -24,7 +24,6 @@ def read(cache: Path, data: Path) -> HealthFacts:
     power = run("/usr/bin/pmset", "-g", "custom") if sys.platform == "darwin" else None
     return HealthFacts(
         build=llama_cpp_build(),
-        mlx_version=_version("mlx"),
         disk_free_bytes={name: free for name, path in _disks(cache, data).items() if (free := _free(path)) is not None},
         open_files=_open_files(),
         swap=_swap(),
@@ -48,7 +47,7 @@ def llama_cpp_build() -> BuildFacts | None:
         libraries = []
     cuda = next((folder / name for name in libraries if "ggml-cuda" in name), None)
     return BuildFacts(
-        version=_version("llama-cpp-python") or "",
+        version=version("llama-cpp-python") or "",
         libraries=tuple(libraries),
         cuda_strings=_cuda_strings(cuda) if cuda is not None else (),
     )
@@ -65,7 +64,7 @@ def _cuda_strings(library: Path) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
