@@ -6,8 +6,10 @@ Every submitted Request ends with exactly one Finish or one Failure, whatever di
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
 _quote = json.encoder.encode_basestring_ascii
@@ -20,24 +22,27 @@ DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 @dataclass(frozen=True, slots=True)
 class FieldRange:
-    """The values that a request may give a parameter, and what they mean; `above`: `least` itself is not among them."""
+    """The values that a request may give a parameter, and what they mean; `above`: `least` itself is not among them.
+    `preset`: a model's preset may set it too; `reported`: the list of running requests shows it."""
 
     least: float
     most: float
     about: str = ""
     above: bool = False
+    preset: bool = True
+    reported: bool = True
 
 
 _SHARE = FieldRange(0, 1)
 _PENALTY = FieldRange(-2, 2)
-_LAST_N = FieldRange(-1, MAX_TOKENS, "tokens looked at; -1 = the whole context")
+_LOOKED_AT = "tokens looked at; -1 = the whole context"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to choose tokens. Filters apply in the order penalties, DRY, top_k, typical_p, top_p, min_p, XTC, temperature
-    (llama.cpp's default order). The server's bodies, their checks and the OpenAPI document are made of these fields and
-    their ranges (server/dialects/fields.py)."""
+    (llama.cpp's default order). This is the one list of them: the server's bodies, their checks, the OpenAPI document,
+    presets and what crosses the pipe are made of these fields and their ranges (`SAMPLING_RANGES`)."""
 
     temperature: Annotated[float, FieldRange(0, 100, "0 is greedy")] = 0.8
     top_k: Annotated[int, FieldRange(-1, MAX_TOKENS, "0 or -1 switches it off")] = 40
@@ -45,18 +50,30 @@ class Sampling:
     min_p: Annotated[float, _SHARE] = 0.05
     typical_p: Annotated[float, _SHARE] = 1.0
     repeat_penalty: Annotated[float, FieldRange(0, 10, above=True)] = 1.0
-    repeat_last_n: Annotated[int, _LAST_N] = 64
+    repeat_last_n: Annotated[int, FieldRange(-1, MAX_TOKENS, _LOOKED_AT)] = 64
     presence_penalty: Annotated[float, _PENALTY] = 0.0
     frequency_penalty: Annotated[float, _PENALTY] = 0.0
-    seed: Annotated[int | None, FieldRange(-(2**63), 2**64 - 1, "-1 draws one")] = None
-    logit_bias: Annotated[dict[int, float], FieldRange(-100, 100)] = field(default_factory=dict)
-    dry_multiplier: Annotated[float, FieldRange(0, 100, "0 switches DRY off")] = 0.0
-    dry_base: Annotated[float, FieldRange(1, 100)] = 1.75
-    dry_allowed_length: Annotated[int, FieldRange(0, MAX_TOKENS)] = 2
-    dry_penalty_last_n: Annotated[int, _LAST_N] = 64
+    seed: Annotated[int | None, FieldRange(-(2**63), 2**64 - 1, "-1 draws one", reported=False)] = None
+    logit_bias: Annotated[dict[int, float], FieldRange(-100, 100, preset=False, reported=False)] = field(
+        default_factory=dict
+    )
+    dry_multiplier: Annotated[float, FieldRange(0, 100, "0 switches DRY off", preset=False)] = 0.0
+    dry_base: Annotated[float, FieldRange(1, 100, preset=False, reported=False)] = 1.75
+    dry_allowed_length: Annotated[int, FieldRange(0, MAX_TOKENS, preset=False, reported=False)] = 2
+    dry_penalty_last_n: Annotated[int, FieldRange(-1, MAX_TOKENS, _LOOKED_AT, preset=False, reported=False)] = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: Annotated[float, FieldRange(0, 1, "0 switches XTC off; of no effect when greedy")] = 0.0
-    xtc_threshold: Annotated[float, FieldRange(0, 1, "above 0.5 switches XTC off")] = 0.1
+    xtc_probability: Annotated[
+        float, FieldRange(0, 1, "0 switches XTC off; of no effect when greedy", preset=False)
+    ] = 0.0
+    xtc_threshold: Annotated[float, FieldRange(0, 1, "above 0.5 switches XTC off", preset=False)] = 0.1
+
+
+# Every sampling parameter that is a number, or numbers, with its range, in the order of the dataclass.
+SAMPLING_RANGES: Mapping[str, FieldRange] = {
+    name: get_args(hint)[1]
+    for name, hint in get_type_hints(Sampling, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +253,24 @@ Event: TypeAlias = Queued | Prefill | Text | Finish | Failure
 _EVENTS: dict[str, type[Any]] = {cls.kind: cls for cls in (Queued, Prefill, Text, Finish, Failure)}
 
 
+_hints = cache(get_type_hints)
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    """A plain JSON value as what its annotation says: dataclasses, tuples, and numbers that were keys."""
+    kinds = get_args(kind)
+    if hasattr(kind, "__dataclass_fields__") and value is not None:
+        hints = _hints(kind)
+        return kind(**{name: _from_json(hints[name], given) for name, given in value.items()})
+    if get_origin(kind) is tuple:
+        each = kinds[:1] * len(value) if kinds[-1] is ... else kinds
+        return tuple(map(_from_json, each, value))
+    if get_origin(kind) is dict:
+        return {kinds[0](key): kinds[1](given) for key, given in value.items()}
+    # `X | None`, where nothing else is written so; `str | list[int]` is the same in JSON.
+    return _from_json(kinds[0], value) if type(None) in kinds and value is not None else value
+
+
 def request_to_json(request: Request) -> dict[str, Any]:
     """A Request as plain JSON values."""
     return asdict(request)
@@ -243,35 +278,13 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 def request_from_json(data: dict[str, Any]) -> Request:
     """The inverse of `request_to_json`."""
-    generation = dict(data.get("generation", {}))
-    sampling = dict(generation.get("sampling", {}))
-    sampling["logit_bias"] = {int(k): float(v) for k, v in sampling.get("logit_bias", {}).items()}
-    if "dry_sequence_breakers" in sampling:
-        sampling["dry_sequence_breakers"] = tuple(sampling["dry_sequence_breakers"])
-    lists = {name: tuple(generation.get(name, ())) for name in ("stop", "stop_token_ids", "logprobs_of")}
-    loops = generation.get("loops")
-    generation["loops"] = LoopLimits(**loops) if loops else None
-    generation |= {"sampling": Sampling(**sampling), **lists}
-    grammar, thinking = data.get("grammar"), data.get("thinking")
-    made = {
-        "generation": Generation(**generation),
-        "grammar": tuple(grammar) if grammar else None,
-        "thinking": ThinkingLimit(**thinking) if thinking else None,
-    }
-    return Request(**{**data, **made})
+    request: Request = _from_json(Request, data)
+    return request
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
     """An Event as plain JSON values, with its `kind`."""
-    data: dict[str, Any] = {"kind": event.kind}
-    for f in fields(event):
-        value = getattr(event, f.name)
-        if f.name in ("usage", "timings"):
-            value = asdict(value)
-        elif f.name == "logprobs":
-            value = [asdict(v) for v in value]
-        data[f.name] = value
-    return data
+    return {"kind": event.kind, **asdict(event)}
 
 
 def event_text(event: Event) -> str:
@@ -285,18 +298,7 @@ def event_text(event: Event) -> str:
 
 def event_from_json(data: dict[str, Any]) -> Event:
     """The inverse of `event_to_json`."""
-    kind = data["kind"]
-    if kind == "text":
-        logprobs = tuple(
-            TokenLogprob(p["text"], p["token"], p["logprob"], tuple((a, b, c) for a, b, c in p["top"]))
-            for p in data.get("logprobs", ())
-        )
-        return Text(data["id"], data["text"], tuple(data["tokens"]), logprobs)
-    values = {k: v for k, v in data.items() if k != "kind"}
-    if kind == "finish":
-        values["usage"] = Usage(**values["usage"])
-        values["timings"] = Timings(**values["timings"])
-    elif kind == "failure" and values.get("counts"):
-        values["counts"] = tuple(values["counts"])
-    event: Event = _EVENTS[kind](**values)
+    if data["kind"] == "text" and not data.get("logprobs"):
+        return Text(data["id"], data["text"], tuple(data["tokens"]))
+    event: Event = _from_json(_EVENTS[data["kind"]], {k: v for k, v in data.items() if k != "kind"})
     return event

@@ -9,7 +9,7 @@ from typing import Any
 from localllm.engine.cache.matching import PrefixHistory
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.host.metrics import Metrics
-from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
+from localllm.engine.messages import SAMPLING_RANGES, Event, Failure, Finish, FinishReason, Prefill, Text
 from localllm.engine.prefill_slices import ChunkedPrefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Shares
@@ -19,8 +19,7 @@ from localllm_backends.contract import CannotRewindError
 
 _PREFILL_EVENT_S = 0.25
 # Of a job's sampling; its seed and biases are its client's business.
-_SHOWN_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
-         "frequency_penalty", "dry_multiplier", "xtc_probability", "xtc_threshold")  # fmt: skip
+_REPORTED = [name for name, allowed in SAMPLING_RANGES.items() if allowed.reported]
 
 
 @dataclass
@@ -74,7 +73,7 @@ class RequestTable:
                 "cached_tokens": job.cached,
                 "generated_tokens": job.n_generated,
                 "max_tokens": job.max_tokens,
-                "sampling": {name: getattr(job.request.generation.sampling, name) for name in _SHOWN_SAMPLING},
+                "sampling": {name: getattr(job.request.generation.sampling, name) for name in _REPORTED},
             }
             for job in (*self.running.values(), *self.waiting.values())
         ]

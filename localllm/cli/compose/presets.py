@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
 from localllm.cli.compose.config_tables import check_keys, named_tables, text_of
-from localllm.engine.messages import MAX_TOKENS, FieldRange, Sampling
+from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES, FieldRange, Sampling
 from localllm.errors import UsageError
 from localllm.settings import Setting, Value, checked, setting
 
@@ -25,8 +25,7 @@ LOADING = (
     "context", "kv_type", "draft", "backend", "gpu_layers", "cpu_moe", "split", "parallel", "threads", "cache_ram_gb", "power",
 )  # fmt: skip
 # What a request gets that does not say it, in the words and ranges of a request.
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
-            "frequency_penalty", "seed")  # fmt: skip
+_SAMPLED = tuple(name for name, allowed in SAMPLING_RANGES.items() if allowed.preset)
 _BUDGET = Setting("thinking_budget", int, None, "", signed=True)
 _OWN = ("model", "aliases", "system", "thinking_budget", "idle_unload_min")
 KEYS = (*_OWN, *LOADING, *_SAMPLED)
