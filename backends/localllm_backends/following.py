@@ -7,14 +7,18 @@ their place cost acceptance and never exactness.
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
-from localllm_backends.contract import Chunk, SequenceId
+from localllm_backends.contract import BackendFailure, Chunk, SequenceId
 
 Row = TypeVar("Row")
+# Behind an exported block: the size of the draft heads' part of it.
+_TAIL = struct.Struct("<Q")
 
 # Tokens that heads may lag behind before they read them: one sweep over their layers for all, and none for rejected drafts.
 _CATCH_UP_TOKENS = 32
@@ -153,9 +157,27 @@ class FollowingHeads(ABC, Generic[Row]):
         for sequence in sequences:
             self._cut(sequence, self._lines[sequence].read)
 
-    def _imported(self, sequence: SequenceId, n_tokens: int, *, whole: bool) -> None:
-        """The model, and if `whole` the heads' memory, holds `n_tokens` of `sequence` that came from elsewhere. KV that did
-        not fit is forgotten, not an error."""
-        if not whole:
+    @contextmanager
+    def _importing(self, sequence: SequenceId, n_tokens: int) -> Iterator[None]:
+        """The model holds `n_tokens` of `sequence` that came from elsewhere, and the block is about to give the heads' memory the
+        same. KV that does not fit is forgotten, not an error."""
+        try:
+            yield
+        except BackendFailure:
             self._restart(sequence, n_tokens)
         self._lines[sequence] = HeadsLine(n_tokens, [self._unknown()])
+
+
+def with_heads(data: bytes, heads: bytes) -> bytes:
+    """An exported block with that of its draft heads behind it."""
+    return b"".join([data, heads, _TAIL.pack(len(heads))])
+
+
+def without_heads(data: bytes | memoryview) -> tuple[memoryview, memoryview]:
+    """What `with_heads` was given; BackendFailure where that can't be."""
+    view = memoryview(data).cast("B")
+    body = len(view) - _TAIL.size
+    n = _TAIL.unpack_from(view, body)[0] if body >= 0 else 0
+    if n > body:
+        raise BackendFailure("this is not an exported KV block of a model with draft heads")
+    return view[: body - n], view[body - n : body]

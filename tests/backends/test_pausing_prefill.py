@@ -174,7 +174,7 @@ def test_what_came_before_a_micro_batch_that_is_ended_in_its_middle_goes_on_as_i
     sliced.run(0.0)  # a few nodes of the next one
     n = sliced.stop()
     assert 0 < n < len(tokens) - prefix
-    held = start_native().llama_memory_seq_pos_max(sliced.memory, 0) + 1
+    held = sliced.memory.end(0)
     assert held == prefix + n, "the cells of the one that was ended are not taken back"
     while backend.length(apart) < prefix + n:
         assert sliced.join() == len(tokens) - backend.length(apart)

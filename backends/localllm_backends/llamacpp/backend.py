@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from localllm_backends.contract import (
-    Backend,
     BackendFailure,
     CannotRewindError,
     Capabilities,
@@ -25,37 +23,40 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
-from localllm_backends.llamacpp import huge_weights, kv_blocks
-from localllm_backends.llamacpp.batch import ABORTED, Batch, EmbeddingBatch, Interrupts, LlamaCppStepResult, LogitsView
+from localllm_backends.following import with_heads, without_heads
+from localllm_backends.llamacpp import huge_weights
+from localllm_backends.llamacpp.batch import ABORTED, Batch, Interrupts, LlamaCppStepResult, LogitsView
 from localllm_backends.llamacpp.cells import Carried, CellLedger, Positions, without_tail
 from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.heads import DraftHeads
-from localllm_backends.llamacpp.kv_blocks import States
+from localllm_backends.llamacpp.kv_blocks import HEADER, MAGIC, MAGIC_MTP, SequenceMemory, States, span
 from localllm_backends.llamacpp.kv_fidelity import KvTypeComparison
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, model_info
 from localllm_backends.llamacpp.native import GGML_TYPES, BufferSizes, has_gpu, log
 from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, bytes_for
 from localllm_backends.llamacpp.top_logits import SortedOut, TopLogits
 from localllm_backends.llamacpp.weights import fingerprint
+from localllm_backends.owned import OwnedBackend
 
 
-class LlamaCppBackend(LlamaCppVocabulary, Backend):
+class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares cells."""
 
     # Images make positions of their tokens in two dimensions: exported KV says where they lie.
     _two_dimensional = False
     _projector_bytes = 0
+    _heads: DraftHeads | None
 
     def __init__(
         self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, sizes: BufferSizes, *,
         recurrent: bool, heads: DraftHeads | None = None,
     ) -> None:  # fmt: skip
         super().__init__(llama, model)
+        self._take_ownership()
         self._heads, self._sizes = heads, sizes
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
-        self._memory, self._interrupts = llama.llama_get_memory(context), Interrupts(llama, context)
+        self._memory, self._interrupts = SequenceMemory(llama, context), Interrupts(llama, context)
         self._logits = LogitsView(llama, context, self._n_vocab)
-        self._owner = threading.get_ident()
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = recurrent
         self._n_rewind = int(llama.llama_n_rs_seq(context)) if recurrent else 0
@@ -63,7 +64,6 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         self._rolled_back: set[SequenceId] = set()
         self._shares_windows = False  # sliding windows: forked since each last had cells of its own for its window
         n_batch = int(llama.llama_n_batch(context))
-        self._n_outputs = outputs_reserved(spec, n_batch)
         self._batch, self._positions = Batch(llama, n_batch), Positions()
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
         n_native = int(llama.llama_n_seq_max(context))
@@ -72,10 +72,13 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self._n_vocab)
         apart = not plain and n_native > spec.n_seq_max
-        self._states = States(llama, context, n_native - 1) if apart else None
+        self._states = States(self._memory, n_native - 1) if apart else None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
         self.info = self._model_info(path, n_batch)
-        self._warm_up()
+        warm = self._warm_up(1)
+        if self._states is not None and not self._states.split(warm):
+            self._states = None
+        self.drop(warm)
         self._mapped = huge_weights.of(path, spec)
         on_device = spec.n_gpu_layers != 0 and has_gpu()
         rewind = "any" if plain else "bounded" if self._n_swa or self._n_rewind else "none"
@@ -120,24 +123,22 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
         """A sequence sharing the first `n_tokens` cells of `source`."""
-        length = self._ledger.length(source)
-        if not 0 <= n_tokens <= length:
-            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {length} tokens")
-        if n_tokens < length and n_tokens and not self._holds_window(source, n_tokens):
-            raise CannotRewindError(f"this model's memory can't be split at {n_tokens} of {length} tokens")
-        if self._recurrent and n_tokens and (n_tokens < length or source in self._rolled_back):
-            # llama_memory_seq_cp copies the newest state, whatever is to be taken back of it.
-            raise CannotRewindError("a recurrent state can only be shared as it was left by the last step")
+        if not n_tokens:
+            return self.new_sequence()
+        self._check_range(source, 0, n_tokens)
+        # llama_memory_seq_cp copies the newest recurrent state, whatever is to be taken back of it.
+        newest = n_tokens == self._ledger.length(source) and source not in self._rolled_back
+        if not (newest if self._recurrent else self.can_rewind(source, n_tokens)):
+            raise CannotRewindError(f"this model's memory can't be split at {n_tokens} tokens")
         target = self.new_sequence()
-        if n_tokens:
-            self._share(source, target, n_tokens)
-            if self._heads is not None:
-                self._heads.fork(source, target, n_tokens)
+        self._share(source, target, n_tokens)
+        if self._heads is not None:
+            self._heads.fork(source, target, n_tokens)
         return target
 
     def _share(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """The empty `target` gets the first `n_tokens` cells of `source`."""
-        self._llama.llama_memory_seq_cp(self._memory, source, target, 0, self._positions.at(source, n_tokens))
+        self._memory.copy(source, target, 0, self._positions.at(source, n_tokens))
         self._ledger.share(source, target, n_tokens)
         self._positions.fork(source, target, n_tokens)
         self._shares_windows = bool(self._n_swa)
@@ -147,9 +148,8 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         length = self._ledger.length(sequence)
         if n_tokens >= length:
             return
-        if n_tokens and not self._holds_window(sequence, n_tokens):
-            raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
-        if not self._llama.llama_memory_seq_rm(self._memory, sequence, self._positions.at(sequence, n_tokens), -1):
+        position = self._positions.at(sequence, n_tokens)
+        if not self.can_rewind(sequence, n_tokens) or not self._memory.cut(sequence, position):
             raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
         self._ledger.cut(sequence, n_tokens)
         self._positions.cut(sequence, n_tokens)
@@ -162,7 +162,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
     def drop(self, sequence: SequenceId) -> None:
         """Free the sequence's cells that nobody shares."""
         self._check_owner()
-        self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        self._memory.cut(sequence)
         self._ledger.close(sequence)
         self._positions.close(sequence)
         if self._heads is not None:
@@ -188,8 +188,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             return 0 < self._ledger.length(sequence) - n_tokens <= self._undoable.get(sequence, 0)
         if not self._n_swa:
             return True
-        oldest = int(self._llama.llama_memory_seq_pos_min(self._memory, sequence))
-        return oldest <= max(0, self._positions.at(sequence, n_tokens) - self._n_swa)
+        return self._memory.first(sequence) <= max(0, self._positions.at(sequence, n_tokens) - self._n_swa)
 
     # --- compute -------------------------------------------------------------------------------------------------
 
@@ -203,14 +202,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             wanted = min(chunk.outputs, len(chunk.tokens))
             offsets.append((n_outputs, n_outputs + wanted))
             n_outputs += wanted
-        if not n_tokens:
-            raise BackendFailure("a step needs at least one token")
-        if n_tokens > self.info.n_batch:
-            raise BackendFailure(f"a step of {n_tokens} tokens is over the batch of {self.info.n_batch}")
-        if n_outputs > self._n_outputs:
-            raise BackendFailure(f"a step with {n_outputs} outputs is over the reserved {self._n_outputs}")
-        if n_tokens > self._ledger.free:
-            raise NoCellsError(f"{n_tokens} KV cells needed, {self._ledger.free} of {self._ledger.capacity} free")
+        self._check_step(n_tokens, n_outputs)
         if self._n_rewind and len(chunks) > 1:
             return self._step_apart(chunks, offsets)
         return self._decode(chunks, offsets, n_outputs)
@@ -234,7 +226,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         return self._sweep(batch, chunks, offsets, n_outputs)
 
     def _sweep(
-        self, batch: Batch | EmbeddingBatch, chunks: Sequence[Chunk], offsets: list[tuple[int, int]], n: int
+        self, batch: Batch, chunks: Sequence[Chunk], offsets: list[tuple[int, int]], n: int
     ) -> LlamaCppStepResult:
         """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
         few = self._top.prepare(chunks)
@@ -248,8 +240,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
                 raise InterruptedStepError("the step was interrupted")
             if code == 1:
                 raise NoCellsError("llama.cpp found no room in its KV cache for this step")
-            why = "; ".join(log.errors()[-2:]) or "no reason given"
-            raise StepError(f"llama_decode failed with code {code}: {why}")
+            raise StepError(f"llama_decode failed with code {code}: {log.reason()}")
         for chunk in chunks:
             self._ledger.append(chunk.sequence, len(chunk.tokens))
             if self._n_rewind:
@@ -261,9 +252,8 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             # A device may only have taken the order: whoever times this step wants to know when it is done.
             self._llama.llama_synchronize(self._context)
             return LlamaCppStepResult(lambda: np.empty((0, self._n_vocab), dtype=np.float32), offsets)
-        if not few:
-            return LlamaCppStepResult(partial(self._logits.rows, n), offsets)
-        return LlamaCppStepResult(partial(self._logits.rows, n), offsets, SortedOut(self._top, chunks, few))
+        sorted_out = SortedOut(self._top, chunks, few) if few else None
+        return LlamaCppStepResult(partial(self._logits.rows, n), offsets, sorted_out)
 
     def _end(self, sequence: SequenceId) -> int:
         """The position of the next token of a sequence that ends in no unfinished image."""
@@ -287,7 +277,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     def _undo(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks if self._can_undo(chunks) else ():
-            self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._end(chunk.sequence), -1)
+            self._memory.cut(chunk.sequence, self._end(chunk.sequence))
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
         return bytes_for(n_tokens, self._sizes, self._ledger.capacity, self.info.n_batch)
@@ -314,51 +304,23 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         self._check_owner()
         return KvTypeComparison(self._llama, self._model, self._spec, pairs, tokens)
 
-    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        self._check_owner()
-        if self._heads is None:
-            raise BackendFailure("this model was loaded without its draft heads")
-        return self._heads.draft(wanted)
-
-    def _warm_up(self) -> None:
-        """One step, so that the first request does not pay for what a first step sets up. Without llama_set_warmup: it asks every
-        expert, and the next step of that shape would too: llama-graph.h keeps its graph and compares no such flag."""
-        sequence = self.new_sequence()
-        token = self.info.bos_token if self.info.bos_token is not None else 0
-        self.step([Chunk(sequence, [token])])
-        if self._heads is not None:
-            self._heads.draft([(sequence, token, 1)])
-        if self._states is not None and not self._states.split(sequence):
-            self._states = None
-        self.drop(sequence)
-
     # --- KV in and out -------------------------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """KV of tokens [start, stop): llama.cpp's sequence state behind a 16-byte header."""
         self._check_owner()
-        length = self._ledger.length(sequence)
-        if not 0 <= start < stop <= length:
-            raise BackendFailure(f"can't export tokens {start} to {stop} of {length}")
+        self._check_range(sequence, start, stop)
         span = self._positions.at(sequence, start), self._positions.at(sequence, stop)
         tail = self._positions.tail(sequence, start, stop) if self._two_dimensional else b""
         if self._states is not None:
             return self._states.export_kv(sequence, start, stop, span) + tail
-        source = sequence
-        if self._spare is None:
-            if (start, stop) != (0, length):
+        via = sequence
+        if (start, stop) != (0, self._ledger.length(sequence)):
+            if self._spare is None:
                 raise CannotRewindError("this model's memory can only be exported whole")
-        elif (start, stop) != (0, length):
-            source = self._spare
-            self._llama.llama_memory_seq_cp(self._memory, sequence, source, *span)
-        try:
-            data = kv_blocks.packed(self._llama, self._context, source, self._magic, start, stop)
-        finally:
-            if source != sequence:
-                self._llama.llama_memory_seq_rm(self._memory, source, -1, -1)
-        if self._heads is None:
-            return data + tail
-        return kv_blocks.with_heads(data, self._heads.export_range(sequence, start, stop, source))
+            via = self._spare
+        data = self._memory.export(sequence, *span, via, HEADER.pack(self._magic, start, stop, 0)) + tail
+        return data if self._heads is None else with_heads(data, self._heads.export_range(sequence, start, stop, via))
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
         """In how many runs of cells these tokens lie, about: llama.cpp copies each by itself, twice a layer."""
@@ -367,41 +329,31 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         self._check_owner()
         states = self._states
-        first, last = kv_blocks.span(data, self._magic) if states is None else states.span(data)
+        first, last = span(data, self._magic) if states is None else states.span(data)
         if not first <= start < stop <= last:
             raise BackendFailure("this is not an exported KV block of these tokens")
-        if self._ledger.length(sequence) != start:
-            raise BackendFailure(f"tokens {start} to {stop} don't follow the {self._ledger.length(sequence)} held")
-        if last - first > self._ledger.free:
-            raise NoCellsError(f"{last - first} KV cells needed, {self._ledger.free} of {self._ledger.capacity} free")
+        self._check_follows(sequence, start, stop)
+        self._require_cells(last - first)
         if self._spare is None and states is None and (start, stop, first) != (0, last, 0):
             raise CannotRewindError("this model's memory can only be imported whole")
-        carried = Carried.none(first, last)
+        own, heads = without_heads(data) if self._heads is not None else (memoryview(data), memoryview(b""))
+        carried = Carried((), last - 1)
         if self._two_dimensional:
-            data, carried = without_tail(data, first, last)
-        span = self._positions.adopt(sequence, start, stop, carried.images)
+            own, carried = without_tail(own, first, last)
+        positions = self._positions.adopt(sequence, start, stop, carried.images)
+        via = sequence if self._spare is None else self._spare
         try:
             if states is not None:
-                states.import_kv(sequence, data, span)
+                states.import_kv(sequence, own, positions)
             else:
-                self._import_plain(sequence, data, start, stop, span, carried.last + 1)
+                ends = range(carried.last + 1, carried.last + 2)
+                self._memory.append(sequence, own[HEADER.size :], *positions, via, ends)
         except BackendFailure:
             self._positions.cut(sequence, start)
             raise
+        if self._heads is not None:
+            self._heads.import_range(sequence, heads, start, stop, via)
         self._ledger.append(sequence, stop - start)
-
-    def _import_plain(
-        self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int, span: tuple[int, int], end: int
-    ) -> None:
-        """Append tokens [start, stop), whose positions are `span`, of a blob whose positions end before `end`."""
-        target = sequence if self._spare is None else self._spare
-        raw, more = kv_blocks.parts(data, heads=self._heads is not None)
-        kv_blocks.unpack(self._llama, self._context, target, raw, end)
-        if target != sequence:
-            self._llama.llama_memory_seq_cp(self._memory, target, sequence, *span)
-            self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
-        if self._heads is not None and more is not None:
-            self._heads.import_range(sequence, more, start, stop, target)
 
     def state_bytes(self, sequence: SequenceId) -> int:
         return self._state_part.size(sequence)
@@ -412,9 +364,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         self._check_owner()
-        length = self._ledger.length(sequence)
-        if not 0 < n_tokens <= length:
-            raise BackendFailure(f"can't go to {n_tokens} of {length} tokens")
+        self._check_range(sequence, 0, n_tokens)
         last = self._positions.last(sequence, n_tokens)
         try:
             self._state_part.load(sequence, data, n_tokens, last)
@@ -423,7 +373,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
                 raise
             self._state_part.load(sequence, data, n_tokens, last)
         # Recurrent layers have it by now, and refuse to be cut before.
-        if not self._llama.llama_memory_seq_rm(self._memory, sequence, self._positions.at(sequence, n_tokens), -1):
+        if not self._memory.cut(sequence, self._positions.at(sequence, n_tokens)):
             raise BackendFailure("llama.cpp did not cut the sequence where its state ends")
         self._ledger.cut(sequence, n_tokens)
         self._positions.cut(sequence, n_tokens)
@@ -432,8 +382,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
         """A sequence sharing the first `n_tokens` cells of `source`, with their state."""
-        if not 0 < n_tokens <= (held := self._ledger.length(source)):
-            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {held} tokens")
+        self._check_range(source, 0, n_tokens)
         target = self.new_sequence()
         self._share(source, target, n_tokens)
         try:
@@ -451,7 +400,7 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
 
     @property
     def _magic(self) -> bytes:
-        return kv_blocks.MAGIC if self._heads is None else kv_blocks.MAGIC_MTP
+        return MAGIC if self._heads is None else MAGIC_MTP
 
     def memory(self) -> MemoryReport:
         """What llama.cpp said it allocated for the context (and the draft heads'), and the weights' own bytes."""
@@ -472,10 +421,6 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             self._llama.llama_model_free(self._model)
             self._context = self._model = None
 
-    def _check_owner(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise BackendFailure("a backend belongs to the thread that loaded it")
-
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
         # What is stored with the heads' KV is of no use without them.
         mark = fingerprint(path)
@@ -485,5 +430,5 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             mark += "-mtp"
         return model_info(
             self, self._llama, self._model, self._spec, fingerprint=mark, n_ctx=self._ledger.capacity,
-            n_seq_max=len(self._idle), n_batch=n_batch, n_outputs=self._n_outputs,
+            n_seq_max=len(self._idle), n_batch=n_batch, n_outputs=outputs_reserved(self._spec, n_batch),
         )  # fmt: skip

@@ -14,21 +14,30 @@ from localllm_backends.contract import StepResult
 from localllm_backends.llamacpp.threads import Threads
 from localllm_backends.llamacpp.top_logits import SortedOut
 
+Rows = NDArray[np.float32]
+
 
 class Batch:
-    """Up to `capacity` tokens for one llama_decode: `clear`, then `add` one run of tokens after another."""
+    """Up to `capacity` tokens for one llama_decode: `clear`, then `add` one run of tokens after another.
 
-    def __init__(self, llama: Any, capacity: int) -> None:
+    With a `width` each carries a row of so many numbers, beside its token or (`tokens` False) instead of it; then a position may
+    be made of several numbers (`dimensions`)."""
+
+    def __init__(self, llama: Any, capacity: int, *, width: int = 0, tokens: bool = True, dimensions: int = 1) -> None:
+        i32 = ctypes.POINTER(ctypes.c_int32)
         self._token: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
-        self._pos: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        self._pos: NDArray[np.int32] = np.zeros(capacity * dimensions, dtype=np.int32)
         self._n_seq: NDArray[np.int32] = np.ones(capacity, dtype=np.int32)
         self._seq: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
         self._logits: NDArray[np.int8] = np.zeros(capacity, dtype=np.int8)
         pointers = self._seq.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
         self._seq_pointers: NDArray[np.uint64] = pointers
+        self.rows: Rows = np.zeros((capacity, width), dtype=np.float32)
         native = llama.llama_batch()
-        i32 = ctypes.POINTER(ctypes.c_int32)
-        native.token = self._token.ctypes.data_as(i32)
+        if tokens:
+            native.token = self._token.ctypes.data_as(i32)
+        if width:
+            native.embd = self.rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         native.pos = self._pos.ctypes.data_as(i32)
         native.n_seq_id = self._n_seq.ctypes.data_as(i32)
         native.seq_id = ctypes.cast(ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32))
@@ -55,31 +64,28 @@ class Batch:
                 self._logits[i + n - min(n, outputs) : i + n] = 1
         self.native.n_tokens = i + n
 
+    def add_row(self, token: int, position: int, sequence: int, row: Rows, *, output: bool) -> None:
+        self.rows[self.native.n_tokens] = row
+        self.add(sequence, position, [token], int(output))
 
-class EmbeddingBatch:
-    """A llama_batch of embeddings instead of token ids, for one sequence: `positions` is int32 [1 or 4, tokens]."""
+    def place(self, positions: NDArray[np.int32]) -> None:
+        """Give the entries these positions, int32 [dimensions, entries]."""
+        self._pos[: positions.size] = positions.ravel()
 
-    def __init__(
-        self, llama: Any, sequence: int, embeddings: NDArray[np.float32], positions: NDArray[np.int32], outputs: int
-    ) -> None:
-        n = len(embeddings)
-        i32 = ctypes.POINTER(ctypes.c_int32)
-        self._embeddings = np.ascontiguousarray(embeddings, dtype=np.float32)
-        self._positions = np.ascontiguousarray(positions, dtype=np.int32)
-        self._n_seq: NDArray[np.int32] = np.ones(n, dtype=np.int32)
-        self._seq: NDArray[np.int32] = np.array([sequence], dtype=np.int32)
-        self._seq_pointers: NDArray[np.uint64] = np.full(n, self._seq.ctypes.data, dtype=np.uint64)
-        self._logits: NDArray[np.int8] = np.zeros(n, dtype=np.int8)
-        if outputs:
-            self._logits[n - min(n, outputs) :] = 1
-        native = llama.llama_batch()
-        native.n_tokens = n
-        native.embd = self._embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        native.pos = self._positions.ctypes.data_as(i32)
-        native.n_seq_id = self._n_seq.ctypes.data_as(i32)
-        native.seq_id = ctypes.cast(ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32))
-        native.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
-        self.native = native
+    def place_text(self) -> None:
+        """Give every entry its position in all dimensions but the last, as text has it (M-RoPE)."""
+        n = self.native.n_tokens
+        if len(self._pos) > len(self._token):
+            at = self._pos[:n].copy()
+            self.place(np.stack([at, at, at, np.zeros_like(at)]))
+
+
+def floats(address: int | None, rows: int, width: int) -> Rows:
+    """A view of `rows` × `width` numbers of llama.cpp's."""
+    assert address is not None
+    kind = ctypes.c_float * (rows * width)
+    flat: Rows = np.frombuffer(memoryview(kind.from_address(address)), dtype=np.float32)
+    return flat.reshape(rows, width)
 
 
 class LogitsView:
@@ -88,16 +94,13 @@ class LogitsView:
     def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
         self._llama, self._context, self._n_vocab = llama, context, n_vocab
         self._seen: tuple[int | None, int] = (None, 0)
-        self._rows: NDArray[np.float32] = np.empty((0, n_vocab), dtype=np.float32)
+        self._rows: Rows = np.empty((0, n_vocab), dtype=np.float32)
 
-    def rows(self, n: int) -> NDArray[np.float32]:
+    def rows(self, n: int) -> Rows:
         """The `n` rows [n, n_vocab] of the last step; they are the next one's as soon as that begins."""
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
-        assert address is not None
         if self._seen != (address, n):
-            row = ctypes.c_float * (n * self._n_vocab)
-            rows: NDArray[np.float32] = np.frombuffer(memoryview(row.from_address(address)), dtype=np.float32)
-            self._seen, self._rows = (address, n), rows.reshape(n, self._n_vocab)
+            self._seen, self._rows = (address, n), floats(address, n, self._n_vocab)
         return self._rows
 
 
@@ -107,14 +110,14 @@ class LlamaCppStepResult(StepResult):
 
     def __init__(
         self,
-        rows: Callable[[], NDArray[np.float32]],
+        rows: Callable[[], Rows],
         offsets: list[tuple[int, int]],
         sorted_out: SortedOut | None = None,
     ) -> None:
         self._read, self._offsets, self._sorted_out = rows, offsets, sorted_out
 
     @cached_property
-    def rows(self) -> NDArray[np.float32]:
+    def rows(self) -> Rows:
         """All of them, of all chunks; those that were sorted out hold nothing of use."""
         return self._read()
 
@@ -125,7 +128,7 @@ class LlamaCppStepResult(StepResult):
     def sampled(self, chunk: int) -> int | None:
         return self._sorted_out.sampled(chunk) if self._sorted_out is not None else None
 
-    def logits(self, chunk: int) -> NDArray[np.float32]:
+    def logits(self, chunk: int) -> Rows:
         start, stop = self._offsets[chunk]
         if self._sorted_out is None or chunk not in self._sorted_out.numbers:
             return self.rows[start:stop]

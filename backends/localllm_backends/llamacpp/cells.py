@@ -142,11 +142,6 @@ class Carried:
     images: tuple[PlacedImage, ...]
     last: int
 
-    @classmethod
-    def none(cls, _first: int, last: int) -> Carried:
-        """KV of the tokens up to `last` that stand where they are counted."""
-        return cls((), last - 1)
-
 
 class Positions:
     """The images of every sequence that holds any, in order."""

@@ -14,20 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm_backends.contract import LoadError, LoadSpec, SequenceId
-from localllm_backends.following import LEAST_PROBABILITY
+from localllm_backends.following import LEAST_PROBABILITY, HeadsLine
+from localllm_backends.llamacpp.batch import Batch, Rows, floats
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
-from localllm_backends.llamacpp.heads import (
-    DraftHeads,
-    RowBatch,
-    Rows,
-    best,
-    floats,
-    staging_functions,
-)
+from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import BufferSizes
 from localllm_backends.llamacpp.weights import check_file, load_model
@@ -88,7 +81,7 @@ class Eagle3Heads(_OwnModel, MtpHeads):
         super().__init__(llama, drafter, target, context)
         self._drafter = drafter
         self._width = self._features.width
-        self._encoder = RowBatch(llama, self._n_batch, self._width, tokens=False)
+        self._encoder = Batch(llama, self._n_batch, width=self._width, tokens=False)
 
     def _follow(self) -> None:
         self._features.ask(self._functions)
@@ -101,8 +94,7 @@ class Eagle3Heads(_OwnModel, MtpHeads):
         for begin in range(0, len(rows), self._n_batch):
             self._encoder.clear()
             # An encoder has no places, but llama.cpp wants them to follow what the sequence holds.
-            at = int(self._llama.llama_memory_seq_pos_max(self._memory, 0)) + 1
-            for i, row in enumerate(rows[begin : begin + self._n_batch], start=at):
+            for i, row in enumerate(rows[begin : begin + self._n_batch], start=self._memory.end(0)):
                 self._encoder.add_row(0, i, 0, row, output=True)
             if int(self._llama.llama_encode(self._context, self._encoder.native)):
                 return [np.zeros(self._n_hidden, dtype=np.float32)] * len(rows)
@@ -127,13 +119,11 @@ class AssistantHeads(_OwnModel, MtpHeads):
         sequence, newest, _ = want
         self._batch.add_row([newest, *drafted][step], self._lines[sequence].read, sequence, rows[step], output=True)
 
-    def export_range(self, sequence: SequenceId, start: int, stop: int, by_way_of: int) -> bytes:
+    def export_range(self, sequence: SequenceId, start: int, stop: int, via: int) -> bytes:
         return b""
 
-    def import_range(
-        self, sequence: SequenceId, data: NDArray[np.uint8], start: int, stop: int, by_way_of: int
-    ) -> None:
-        self._imported(sequence, stop, whole=True)
+    def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int) -> None:
+        self._lines[sequence] = HeadsLine(stop, [self._unknown()])
 
 
 class DflashHeads(_OwnModel):
@@ -153,8 +143,8 @@ class DflashHeads(_OwnModel):
         self._n_hidden = int(llama.llama_model_n_embd_out(drafter))
         self._features.ask(self._functions)
         dimensions = 4 if int(llama.llama_model_rope_type(drafter)) == _MROPE else 1
-        self._inject = RowBatch(llama, self._n_batch, self._width, tokens=False, dimensions=dimensions)
-        self._masked = _token_batch(llama, self._n_batch)
+        self._inject = Batch(llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions)
+        self._masked = Batch(llama, self._n_batch)
         # The lattice of a selector is no row of an output.
         self._functions["set_rows"](context, True, not block.selector_top_k)
         llama.llama_set_causal_attn(context, block.causal)
@@ -171,7 +161,7 @@ class DflashHeads(_OwnModel):
         for sequence, i in places:
             line = self._lines[sequence]
             self._inject.add_row(0, line.read + i, sequence, line.rows[i], output=False)
-        self._inject.spread()
+        self._inject.place_text()
         return int(self._llama.llama_decode(self._context, self._inject.native)) == 0
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
@@ -203,7 +193,7 @@ class DflashHeads(_OwnModel):
         return floats(self._functions["rows"](self._context), n, self._n_hidden)
 
     def _chosen(self, n: int, begin: int, most: int) -> list[int]:
-        logits = self._logits(n)
+        logits = self._logits.rows(n)
         sure = self._hidden(n)[:, 0] if self._block.confidence else None
         tokens: list[int] = []
         for i in range(begin + self._block.anchor, begin + self._block.rows)[:most]:
@@ -270,12 +260,6 @@ class _BlockLayout:
         self.confidence = markov and header.has_tensor("conf_proj.weight")
         self.selector_top_k = int(functions["selector_top_k"](drafter))
         self.most = self.rows - self.anchor
-
-
-def _token_batch(llama: Any, capacity: int) -> RowBatch:
-    batch = RowBatch(llama, capacity, 1)
-    batch.native.embd = None
-    return batch
 
 
 # --- opening one ---------------------------------------------------------------------------------------------------------

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, SequenceId
 from localllm_backends.following import CANDIDATES, FollowingHeads
-from localllm_backends.llamacpp.batch import Batch
-from localllm_backends.llamacpp.kv_blocks import written
-
-Rows = NDArray[np.float32]
+from localllm_backends.llamacpp.batch import LogitsView, Rows
+from localllm_backends.llamacpp.kv_blocks import SequenceMemory
 
 # llama-ext.h's staging functions have C++ names; Itanium mangling is the same on Linux and macOS (MSVC's is not).
 SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
@@ -56,10 +54,10 @@ class DraftHeads(FollowingHeads[Rows]):
         assert functions is not None, "checked before anything was loaded"
         self._llama, self._target, self._context = llama, target, context
         self._functions = functions
-        self._memory = llama.llama_get_memory(context)
+        self._memory = SequenceMemory(llama, context)
         self._width = width
         vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
-        self._n_vocab = int(llama.llama_vocab_n_tokens(vocab))
+        self._logits = LogitsView(llama, context, int(llama.llama_vocab_n_tokens(vocab)))
 
     @property
     def weights_bytes(self) -> int:
@@ -79,13 +77,13 @@ class DraftHeads(FollowingHeads[Rows]):
         self.follow(chunks, [list(rows[e - len(c.tokens) : e].copy()) for c, e in zip(chunks, ends, strict=True)])
 
     def _cut(self, sequence: SequenceId, n_tokens: int) -> None:
-        self._llama.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1)
+        self._memory.cut(sequence, n_tokens)
 
     def _restart(self, sequence: SequenceId, n_tokens: int) -> None:
-        self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        self._memory.cut(sequence)
 
     def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
-        self._llama.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
+        self._memory.copy(source, target, 0, n_tokens)
 
     def _own(self, row: Rows) -> Rows:
         return row.copy()
@@ -93,43 +91,18 @@ class DraftHeads(FollowingHeads[Rows]):
     def _unknown(self) -> Rows:
         return np.zeros(self._width, dtype=np.float32)
 
-    # --- what a sweep gave ---------------------------------------------------------------------------------------
-
-    def _logits(self, n: int) -> Rows:
-        """The first `n` rows of logits of the heads' last llama_decode: valid until the next."""
-        address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
-        return floats(address, n, self._n_vocab)
-
     # --- in and out ----------------------------------------------------------------------------------------------
 
-    def export_range(self, sequence: SequenceId, start: int, stop: int, by_way_of: int) -> bytes:
+    def export_range(self, sequence: SequenceId, start: int, stop: int, via: int) -> bytes:
         """The heads' KV of tokens [start, stop), by way of another sequence where it is not the whole."""
         self.catch_up([sequence])
-        source = by_way_of
-        if source != sequence:
-            self._llama.llama_memory_seq_cp(self._memory, sequence, source, start, stop)
-        size = self._llama.llama_state_seq_get_size(self._context, source)
-        write, context = self._llama.llama_state_seq_get_data, self._context
-        data = written(b"", size, lambda target: int(write(context, target, size, source)))
-        if source != sequence:
-            self._llama.llama_memory_seq_rm(self._memory, source, -1, -1)
-        return data
+        return self._memory.export(sequence, start, stop, via)
 
-    def import_range(
-        self, sequence: SequenceId, data: NDArray[np.uint8], start: int, stop: int, by_way_of: int
-    ) -> None:
+    def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int) -> None:
         """Append tokens [start, stop) of what `export_range` gave."""
         self.catch_up([sequence])
-        target = by_way_of
-        pointer = np.ascontiguousarray(data).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        read = self._llama.llama_state_seq_set_data(self._context, pointer, len(data), target)
-        held = int(self._llama.llama_memory_seq_pos_max(self._memory, target)) + 1
-        whole = read == len(data) and held >= stop
-        if target != sequence:
-            if whole:
-                self._llama.llama_memory_seq_cp(self._memory, target, sequence, start, stop)
-            self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
-        self._imported(sequence, stop, whole=whole)
+        with self._importing(sequence, stop):
+            self._memory.append(sequence, data, start, stop, via, range(stop, sys.maxsize))
 
     def free(self) -> None:
         self._llama.llama_free(self._context)
@@ -142,37 +115,3 @@ def best(logits: Rows) -> tuple[int, float]:
     values = logits[top].astype(np.float64)
     at = int(values.argmax())
     return int(top[at]), float(1.0 / np.exp(values - values[at]).sum())
-
-
-def floats(address: int | None, rows: int, width: int) -> Rows:
-    """A view of `rows` × `width` numbers of llama.cpp's."""
-    assert address is not None
-    kind = ctypes.c_float * (rows * width)
-    flat: Rows = np.frombuffer(memoryview(kind.from_address(address)), dtype=np.float32)
-    return flat.reshape(rows, width)
-
-
-class RowBatch(Batch):
-    """A llama_batch whose entries carry a row each, beside their token or (`tokens` False) instead of it. `dimensions`: the
-    numbers that a position is made of where there is no token."""
-
-    def __init__(self, llama: Any, capacity: int, width: int, *, tokens: bool = True, dimensions: int = 1) -> None:
-        super().__init__(llama, capacity)
-        self._rows: Rows = np.zeros((capacity, width), dtype=np.float32)
-        self.native.embd = self._rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        self._spread: NDArray[np.int32] | None = None
-        if not tokens:
-            self.native.token = None
-            if dimensions > 1:
-                self._spread = np.zeros(dimensions * capacity, dtype=np.int32)
-                self.native.pos = self._spread.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-
-    def add_row(self, token: int, position: int, sequence: SequenceId, row: Rows, *, output: bool) -> None:
-        self._rows[self.native.n_tokens] = row
-        self.add(sequence, position, [token], int(output))
-
-    def spread(self) -> None:
-        """Give every entry its position in all dimensions but the last, as text has it (M-RoPE)."""
-        if self._spread is not None:
-            n = self.native.n_tokens
-            self._spread[: 4 * n] = np.concatenate([np.tile(self._pos[:n], 3), np.zeros(n, dtype=np.int32)])

@@ -12,15 +12,9 @@ from typing import Any
 
 from localllm_backends.contract import SequenceId
 from localllm_backends.following import LEAST_PROBABILITY, LONGEST_DRAFT
+from localllm_backends.llamacpp.batch import Batch, Rows, floats
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
-from localllm_backends.llamacpp.heads import (
-    DraftHeads,
-    RowBatch,
-    Rows,
-    best,
-    floats,
-    staging_functions,
-)
+from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 
 # Architectures whose heads llama.cpp runs in a context of their own (src/models: DECODER_MTP graphs), and whether it
 # runs several (nextn_layer_offset); with any others it aborts the process. Heads that share the model's own KV (Gemma
@@ -68,7 +62,7 @@ class MtpHeads(DraftHeads):
         self._n_heads = max(1, int(llama.llama_model_n_layer_nextn(model)))
         # Of the heads' own rows only those that are asked for.
         self._n_hidden = int(llama.llama_model_n_embd_out(model))
-        self._batch = RowBatch(llama, self._n_batch, self._n_hidden)
+        self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
         self._functions["set_rows"](context, True, True)
         self._follow()
 
@@ -106,7 +100,7 @@ class MtpHeads(DraftHeads):
             if head:
                 # Each head has a layer of its own: the same cells are written again, for that layer.
                 for sequence, position in first.items():
-                    self._llama.llama_memory_seq_rm(self._memory, sequence, position, -1)
+                    self._memory.cut(sequence, position)
             if not self.decode(head):
                 return False
         return True
@@ -136,7 +130,7 @@ class MtpHeads(DraftHeads):
             # All rows are outputs: whether a model's graph gives the hidden rows of all or of outputs, they are these.
             n = int(self._batch.native.n_tokens)
             each = n // len(active)
-            logits, hidden = self._logits(n), self._view(self._context, n)
+            logits, hidden = self._logits.rows(n), self._view(self._context, n)
             going_on = []
             for k, i in enumerate(active, start=1):
                 token, probability = best(logits[k * each - 1])
@@ -159,6 +153,6 @@ class MtpHeads(DraftHeads):
         tokens = [newest, *drafted]
         begin = 0 if self._n_heads > 1 else step
         if begin == 0 and step:
-            self._llama.llama_memory_seq_rm(self._memory, sequence, base, -1)
+            self._memory.cut(sequence, base)
         for i in range(begin, step + 1):
             self._batch.add_row(tokens[i], base + i, sequence, rows[i], output=True)

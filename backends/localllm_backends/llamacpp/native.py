@@ -91,6 +91,10 @@ class NativeLog:
         """Error lines since the mark, without llama.cpp's function-name prefixes."""
         return [_strip(line) for level, line in self.lines if level >= _ERROR_LEVEL and line.strip()]
 
+    def reason(self, default: str = "no reason given") -> str:
+        """Why the last call failed, by the last lines it logged; `default` where it said nothing."""
+        return "; ".join(self.errors()[-2:]) or default
+
     def buffer_sizes(self) -> BufferSizes:
         """Sums of the buffers named since the mark."""
         sizes = BufferSizes()

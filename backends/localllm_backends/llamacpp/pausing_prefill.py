@@ -112,9 +112,8 @@ class PausingPrefill(PrefillSlices):
         start = self._prefix + self._joined
         stop = self._prefix + min(self._read, self._joined + _PIECE_TOKENS)
         if start < stop:
-            self._llama.llama_memory_seq_cp(self.memory, _LINE, _SPARE, start, stop)
-            data = kv_blocks.packed(self._llama, self._context, _SPARE, kv_blocks.MAGIC, start, stop)
-            self._llama.llama_memory_seq_rm(self.memory, _SPARE, -1, -1)
+            header = kv_blocks.HEADER.pack(kv_blocks.MAGIC, start, stop, 0)
+            data = self.memory.export(_LINE, start, stop, _SPARE, header)
             self._backend.import_range(self._sequence, data, start, stop)
             self._joined = stop - self._prefix
         return len(self._tokens) - self._joined
@@ -140,10 +139,8 @@ class PausingPrefill(PrefillSlices):
         """Copy one piece of what the sequence holds already."""
         start, stop = self._carried, min(self._prefix, self._carried + _PIECE_TOKENS)
         data = self._backend.export_range(self._sequence, start, stop)
-        raw, _ = kv_blocks.parts(data, heads=False)
-        kv_blocks.unpack(self._llama, self._context, _SPARE, raw, stop)
-        self._llama.llama_memory_seq_cp(self.memory, _SPARE, _LINE, start, stop)
-        self._llama.llama_memory_seq_rm(self.memory, _SPARE, -1, -1)
+        raw = memoryview(data)[kv_blocks.HEADER.size :]
+        self.memory.append(_LINE, raw, start, stop, _SPARE, range(stop, stop + 1))
         self._carried = stop
 
     # --- the thread that computes ------------------------------------------------------------------------------------
@@ -154,7 +151,7 @@ class PausingPrefill(PrefillSlices):
         give_way()
         try:
             self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
-            self.memory = self._llama.llama_get_memory(self._context)
+            self.memory = kv_blocks.SequenceMemory(self._llama, self._context)
         except Exception as e:
             self._failure = _as_failure(e)
         self._made.set()
@@ -184,8 +181,7 @@ class PausingPrefill(PrefillSlices):
                 # Ended in its middle: llama.cpp takes all of its cells back. One that came to its end all the same counts.
                 break
             if code:
-                why = "; ".join(log.errors()[-2:]) or "no reason given"
-                self._failure = StepError(f"llama_decode failed with code {code}: {why}")
+                self._failure = StepError(f"llama_decode failed with code {code}: {log.reason()}")
                 break
             self._read += len(tokens)
             if self._timer.too_coarse:

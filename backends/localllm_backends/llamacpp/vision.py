@@ -26,13 +26,12 @@ from localllm_backends.contract import (
     ImageRun,
     LoadError,
     LoadSpec,
-    NoCellsError,
     OutOfMemoryError,
     SequenceId,
 )
 from localllm_backends.control_text import LiteralText
 from localllm_backends.llamacpp.backend import LlamaCppBackend
-from localllm_backends.llamacpp.batch import EmbeddingBatch, LlamaCppStepResult
+from localllm_backends.llamacpp.batch import Batch, LlamaCppStepResult
 from localllm_backends.llamacpp.cells import PlacedImage
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import log
@@ -111,7 +110,7 @@ class Projector:
         log.mark()
         self._context = mtmd.mtmd_init_from_file(str(path).encode(), model, params)
         if not self._context:
-            why = "; ".join(log.errors()[-2:]) or "llama.cpp gave no reason"
+            why = log.reason("llama.cpp gave no reason")
             kind = OutOfMemoryError if "alloc" in why else LoadError
             raise kind(f"the image projector {path.name!r} can't be loaded: {why}")
         if not mtmd.mtmd_support_vision(self._context):
@@ -155,8 +154,7 @@ class Projector:
             # Steps are computed by another thread, and until the next image by nobody else.
             release_helpers(self._n_threads)
             if code:
-                said = "; ".join(log.errors()[-2:]) or "llama.cpp gave no reason"
-                raise BackendFailure(f"the image could not be encoded: {said}")
+                raise BackendFailure(f"the image could not be encoded: {log.reason('llama.cpp gave no reason')}")
             found = mtmd.mtmd_get_output_embd(self._context)
             values = np.ctypeslib.as_array(
                 ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (run.n_tokens, self.width)
@@ -212,8 +210,7 @@ class Projector:
             pointers = (ctypes.POINTER(mtmd.mtmd_input_part) * len(made))(*[ctypes.pointer(p) for p in made])
             code = mtmd.mtmd_tokenize_from_parts(self._context, native, pointers, len(made), add_bos)
             if code:
-                said = "; ".join(log.errors()[-2:]) or f"code {code}"
-                raise BackendFailure(f"the image could not be read: {said}")
+                raise BackendFailure(f"the image could not be read: {log.reason(f'code {code}')}")
             yield _Chunks(mtmd, native)
         finally:
             mtmd.mtmd_input_chunks_free(native)
@@ -252,15 +249,16 @@ class LlamaCppVisionBackend(LlamaCppBackend):
             raise BackendFailure("an image goes into a step of its own")
         chunk, image = chunks[0], chunks[0].image
         n = len(chunk.tokens)
-        if not 0 < n <= self.info.n_batch:
-            raise BackendFailure(f"a step of {n} tokens is over the batch of {self.info.n_batch}")
-        if n > self._ledger.free:
-            raise NoCellsError(f"{n} KV cells needed, {self._ledger.free} of {self._ledger.capacity} free")
+        outputs = min(chunk.outputs, n)
+        self._check_step(n, outputs)
         start = self._ledger.length(chunk.sequence) - image.start
         positions = self._places(chunk.sequence, start, image, n)
         part = image.embeddings[image.start : image.start + n]
-        outputs = min(chunk.outputs, n)
-        batch = EmbeddingBatch(self._llama, chunk.sequence, part, positions, outputs)
+        batch = Batch(self._llama, n, width=part.shape[1], tokens=False, dimensions=len(positions))
+        batch.clear()
+        batch.add(chunk.sequence, 0, [0] * n, outputs)
+        batch.rows[:] = part
+        batch.place(positions)
         whole = self.capabilities.whole_images
         if whole:
             self._llama.llama_set_causal_attn(self._context, False)

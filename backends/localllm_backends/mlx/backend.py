@@ -26,6 +26,7 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
+from localllm_backends.following import with_heads, without_heads
 from localllm_backends.mlx import backend_type, blob, memory
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
@@ -302,7 +303,7 @@ class MlxBackend(Backend):
         if line.broken:
             raise BackendFailure("this sequence was lost when a step failed")
         data = self._exports.export_range(line, start, stop)
-        return data if self._heads is None else blob.joined(data, self._heads.export_range(sequence, start, stop))
+        return data if self._heads is None else with_heads(data, self._heads.export_range(sequence, start, stop))
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         self._check_owner()
@@ -310,7 +311,7 @@ class MlxBackend(Backend):
         if line.length != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {line.length} held")
         self._require_cells(stop - start)
-        own, heads = blob.parted(data) if self._heads is not None else (data, memoryview(b""))
+        own, heads = without_heads(data) if self._heads is not None else (data, memoryview(b""))
         self._exports.import_range(line, own, start, stop)
         if self._heads is not None:
             self._heads.import_range(sequence, heads, start, stop)

@@ -15,7 +15,6 @@ import numpy as np
 from localllm_backends.contract import BackendFailure
 
 _HEAD = struct.Struct("<4sI")
-_TAIL = struct.Struct("<Q")
 _MAGIC = b"LMX1"
 # NumPy has no bfloat16 and needs none: the bytes travel as unsigned integers of the same size.
 _CARRIER = {1: (np.uint8, "uint8"), 2: (np.uint16, "uint16"), 4: (np.uint32, "uint32"), 8: (np.uint64, "uint64")}
@@ -78,21 +77,6 @@ def unpack(identity: str, data: bytes | memoryview) -> Blob:
     if at != len(view):
         raise BackendFailure("this KV block is damaged: it has another length than it says")
     return blob
-
-
-def joined(data: bytes, heads: bytes) -> bytes:
-    """A model's block with that of its draft heads behind it."""
-    return b"".join([data, heads, _TAIL.pack(len(heads))])
-
-
-def parted(data: bytes | memoryview) -> tuple[memoryview, memoryview]:
-    """What `joined` was given; BackendFailure where that can't be."""
-    view = memoryview(data).cast("B")
-    body = len(view) - _TAIL.size
-    n = _TAIL.unpack_from(view, body)[0] if body >= 0 else 0
-    if n > body:
-        raise BackendFailure("this is not an exported KV block of a model with draft heads")
-    return view[: body - n], view[body - n : body]
 
 
 def _header(view: memoryview) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
-from localllm_backends.contract import BackendFailure, LoadError, SequenceId
+from localllm_backends.contract import LoadError, SequenceId
 from localllm_backends.following import CANDIDATES, LEAST_PROBABILITY, LONGEST_DRAFT, FollowingHeads
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.files import weight_files
@@ -301,12 +301,8 @@ class MlxHeads(FollowingHeads[HiddenRow]):
     def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int) -> None:
         """Append tokens [start, stop) of what `export_range` gave."""
         self.catch_up([sequence])
-        try:
+        with self._importing(sequence, stop):
             self._exports.import_range(self._caches[sequence], data, start, stop)
-            whole = True
-        except BackendFailure:
-            whole = False
-        self._imported(sequence, stop, whole=whole)
 
 
 def layout() -> Layout:
