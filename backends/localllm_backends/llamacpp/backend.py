@@ -56,7 +56,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._heads, self._sizes = heads, sizes
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
         self._memory, self._interrupts = SequenceMemory(llama, context), Interrupts(llama, context)
-        self._logits = LogitsView(llama, context, self._n_vocab)
+        self._logits = LogitsView(llama, context, self.n_vocab)
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = recurrent
         self._n_rewind = int(llama.llama_n_rs_seq(context)) if recurrent else 0
@@ -70,7 +70,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         plain = not self._n_swa and not recurrent
         self._spare: int | None = n_native - 1 if plain else None
         self._slices: PausingPrefill | None = None
-        self._top = TopLogits(llama, context, self._n_vocab)
+        self._top = TopLogits(llama, context, self.n_vocab)
         apart = not plain and n_native > spec.n_seq_max
         self._states = States(self._memory, n_native - 1) if apart else None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
@@ -251,7 +251,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if not n:
             # A device may only have taken the order: whoever times this step wants to know when it is done.
             self._llama.llama_synchronize(self._context)
-            return LlamaCppStepResult(lambda: np.empty((0, self._n_vocab), dtype=np.float32), offsets)
+            return LlamaCppStepResult(lambda: np.empty((0, self.n_vocab), dtype=np.float32), offsets)
         sorted_out = SortedOut(self._top, chunks, few) if few else None
         return LlamaCppStepResult(partial(self._logits.rows, n), offsets, sorted_out)
 

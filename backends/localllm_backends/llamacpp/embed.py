@@ -1,4 +1,4 @@
-"""Embedding models and rerankers through llama.cpp: BERT and its kin, and decoders whose GGUF names a pooling."""
+"""Embedding models and rerankers through llama.cpp: BERT and its family, and decoders whose GGUF names a pooling."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm_backends.contract import BackendFailure, Embedder, LoadError, ModelInfo, OutOfMemoryError, StepError
 from localllm_backends.control_text import LiteralText, control_texts
+from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary
 from localllm_backends.llamacpp.native import c_string, cause, log, offload, start_native
 from localllm_backends.llamacpp.threads import usable_cores
-from localllm_backends.llamacpp.weights import check_file, fingerprint
+from localllm_backends.llamacpp.weights import fingerprint, open_file
 
 # llama.h: enum llama_pooling_type
 _POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
@@ -31,10 +31,9 @@ class LlamaCppEmbedder(Embedder):
         self._vocab = llama.llama_model_get_vocab(model)
         self._words = LlamaCppVocabulary(llama, model)
         self._memory = llama.llama_get_memory(context)
-        self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
         self._n_batch = int(llama.llama_n_ubatch(context))
         self._n_seq_max = int(llama.llama_n_seq_max(context))
-        self._batch = llama.llama_batch_init(self._n_batch, 0, 1)
+        self._batch = Batch(llama, self._n_batch)
         self.pooling = _POOLINGS[int(llama.llama_pooling_type(context))]
         width = llama.llama_model_n_cls_out if self.pooling == "rank" else llama.llama_model_n_embd_out
         self.n_embd = int(width(model))
@@ -43,7 +42,7 @@ class LlamaCppEmbedder(Embedder):
             architecture=c_string(llama.llama_model_meta_val_str, model, b"general.architecture") or "",
             description=c_string(llama.llama_model_desc, model) or "",
             fingerprint=fingerprint(path),
-            n_vocab=self._n_vocab,
+            n_vocab=self._words.n_vocab,
             n_ctx=self._n_batch,
             n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
             n_seq_max=self._n_seq_max,
@@ -100,43 +99,40 @@ class LlamaCppEmbedder(Embedder):
             or ""
         )
 
-    def embed(self, inputs: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    def embed(self, inputs: Sequence[Sequence[int]]) -> Rows:
         """One row per input, of length 1, or scores as they are; as many inputs as fit go through the model at once."""
+        if not inputs:
+            return np.zeros((0, self.n_embd), dtype=np.float32)
+        n_vocab = self._words.n_vocab
         for tokens in inputs:
             if not 0 < len(tokens) <= self._n_batch:
                 raise BackendFailure(f"an input has {len(tokens)} tokens; between 1 and {self._n_batch} fit")
-            if any(not 0 <= t < self._n_vocab for t in tokens):
-                raise BackendFailure(f"a token is outside the vocabulary of {self._n_vocab}")
-        rows: list[NDArray[np.float32]] = []
-        group: list[Sequence[int]] = []
+            if any(not 0 <= t < n_vocab for t in tokens):
+                raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
+        groups: list[list[Sequence[int]]] = [[]]
         size = 0
         for tokens in inputs:
-            if group and (size + len(tokens) > self._n_batch or len(group) == self._n_seq_max):
-                rows += self._run(group)
-                group, size = [], 0
-            group.append(tokens)
             size += len(tokens)
-        if group:
+            if size > self._n_batch or len(groups[-1]) == self._n_seq_max:
+                groups.append([])
+                size = len(tokens)
+            groups[-1].append(tokens)
+        rows: list[Rows] = []
+        for group in groups:
             rows += self._run(group)
-        return np.stack(rows) if rows else np.zeros((0, self.n_embd), dtype=np.float32)
+        return np.stack(rows)
 
-    def _run(self, group: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        batch, at = self._batch, 0
+    def _run(self, group: Sequence[Sequence[int]]) -> list[Rows]:
+        self._batch.clear()
         for sequence, tokens in enumerate(group):
-            for position, token in enumerate(tokens):
-                batch.token[at] = token
-                batch.pos[at] = position
-                batch.n_seq_id[at] = 1
-                batch.seq_id[at][0] = sequence
-                batch.logits[at] = 1
-                at += 1
-        batch.n_tokens = at
+            self._batch.add(sequence, 0, tokens, len(tokens))
         if self._memory:
             self._llama.llama_memory_clear(self._memory, True)
         log.mark()
-        code = self._llama.llama_decode(self._context, batch)
+        code = self._llama.llama_decode(self._context, self._batch.native)
         if code != 0:
-            raise StepError(f"llama.cpp could not embed {at} tokens ({code}): {cause('no reason given')}")
+            n = sum(map(len, group))
+            raise StepError(f"llama.cpp could not embed {n} tokens ({code}): {cause('no reason given')}")
         rows = []
         for sequence in range(len(group)):
             found = self._llama.llama_get_embeddings_seq(self._context, sequence)
@@ -148,7 +144,6 @@ class LlamaCppEmbedder(Embedder):
         return rows
 
     def close(self) -> None:
-        self._llama.llama_batch_free(self._batch)
         self._llama.llama_free(self._context)
         self._llama.llama_model_free(self._model)
 
@@ -167,41 +162,24 @@ def load_embedder(
     """
     llama = start_native()
     file = Path(path)
-    check_file(file)
     params = llama.llama_model_default_params()
     offload(params, n_gpu_layers)
-
-    def report(progress: float, _user_data: Any) -> bool:
-        if on_progress is not None:
-            on_progress(progress)
-        return True
-
-    callback = llama.llama_progress_callback(report)
-    params.progress_callback = callback
-    log.mark()
-    model = llama.llama_model_load_from_file(str(file).encode(), params)
-    if not model:
-        raise LoadError(f"llama.cpp can't load {file.name!r}: {cause('no reason given')}")
+    model = open_file(file, params, on_progress)
     try:
-        context = _context(llama, model, file, n_ctx, n_threads, ranks=_ranks(llama, model))
+        context = _context(llama, model, file, n_ctx, n_threads)
     except Exception:
         llama.llama_model_free(model)
         raise
     return LlamaCppEmbedder(llama, model, context, file)
 
 
-def _ranks(llama: Any, model: Any) -> bool:
-    """True for a model with named classes: a classifier on top of an encoder, whose header may name the encoder's own
-    pooling."""
-    return bool(llama.llama_model_cls_label(model, 0))
-
-
-def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int, *, ranks: bool) -> Any:
+def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> Any:
     trained = int(llama.llama_model_n_ctx_train(model))
     tokens = min(n_ctx or _DEFAULT_CTX, trained) if trained > 0 else n_ctx or _DEFAULT_CTX
     params = llama.llama_context_default_params()
     params.embeddings = True
-    if ranks:
+    if llama.llama_model_cls_label(model, 0):
+        # Named classes: a classifier on top of an encoder, whose header may name the encoder's own pooling.
         params.pooling_type = _RANK
     params.n_ctx = params.n_batch = params.n_ubatch = tokens
     params.n_seq_max = min(_MOST_SEQUENCES, tokens)

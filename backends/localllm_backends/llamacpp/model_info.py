@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import BackendFailure, LoadSpec, ModelInfo
-from localllm_backends.control_text import LiteralText, ReadAnyway
+from localllm_backends.contract import LoadSpec, ModelInfo
+from localllm_backends.control_text import LiteralText
 from localllm_backends.llamacpp.native import c_string, token_piece
 from localllm_backends.llamacpp.weights import kv_meaning
+from localllm_backends.vocabulary import Vocabulary
 
 # Longer texts are read in pieces of about so many characters.
 PIECE_CHARS = 2**14
 
 
-class LlamaCppVocabulary:
-    """What a Backend says of its tokens (see `contract.Backend`)."""
-
+class LlamaCppVocabulary(Vocabulary):
     def __init__(self, llama: Any, model: Any) -> None:
         self._llama = llama
         self._vocab = llama.llama_model_get_vocab(model)
-        self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
-        self._pieces: dict[tuple[int, bool], bytes] = {}
-        controls, added, cuts = _special_texts(llama, self._vocab, self._n_vocab)
+        n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
+        controls, added, cuts = _special_texts(llama, self._vocab, n_vocab)
+        super().__init__(n_vocab, controls, added)
         self._cuts = re.compile("|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) or r"(?!)")
-        self.read_anyway = ReadAnyway(added)
-        self.control_texts = (*controls, *self.read_anyway.texts)
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         if isinstance(text, LiteralText):
@@ -60,17 +57,8 @@ class LlamaCppVocabulary:
             n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, -n, add_bos, special)
         return list(buffer[:n])
 
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
-
-    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        piece = self._pieces.get((token, special))
-        if piece is None:
-            if not 0 <= token < self._n_vocab:
-                raise BackendFailure(f"token {token} is outside the vocabulary of {self._n_vocab}")
-            piece = token_piece(self._llama, self._vocab, token, special=special)
-            self._pieces[token, special] = piece
-        return piece
+    def _bytes(self, token: int, special: bool) -> bytes:
+        return token_piece(self._llama, self._vocab, token, special=special)
 
     def is_control(self, token: int) -> bool:
         return bool(self._llama.llama_vocab_is_control(self._vocab, token))
@@ -82,42 +70,46 @@ _FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
 def model_info(words: LlamaCppVocabulary, llama: Any, model: Any, spec: LoadSpec, **served: Any) -> ModelInfo:
     """The facts of `model`; `served` are those of what was made of it (fingerprint, n_ctx, n_seq_max …)."""
     vocab = llama.llama_model_get_vocab(model)
-    n_vocab = int(llama.llama_vocab_n_tokens(vocab))
-    metadata = {}
-    for i in range(llama.llama_model_meta_count(model)):
-        key = c_string(llama.llama_model_meta_key_by_index, model, i)
-        value = c_string(llama.llama_model_meta_val_str_by_index, model, i)
-        if key and value is not None and not key.startswith("tokenizer.") and len(value) < 1000:
-            metadata[key] = value
+    metadata = _metadata(llama, model)
     template = llama.llama_model_chat_template(model, None)
-    bos, eos = int(llama.llama_vocab_bos(vocab)), int(llama.llama_vocab_eos(vocab))
-    fim = {name: int(getattr(llama, f"llama_vocab_fim_{name}")(vocab)) for name in _FIM}
-
-    def text(token: int) -> str:
-        return words.token_bytes(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+    marks = ("bos", "eos", *(f"fim_{role}" for role in _FIM))
+    found = {name: int(getattr(llama, f"llama_vocab_{name}")(vocab)) for name in marks}
+    named = {name: token for name, token in found.items() if token >= 0}
+    bos, eos = named.get("bos"), named.get("eos")
 
     return ModelInfo(
         architecture=metadata.get("general.architecture", ""),
         description=metadata.get("general.name") or Path(spec.path).stem,
-        n_vocab=n_vocab,
+        n_vocab=words.n_vocab,
         n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
         n_params=int(llama.llama_model_n_params(model)),
         weights_bytes=int(llama.llama_model_size(model)),
-        eog_tokens=tuple(t for t in range(n_vocab) if llama.llama_vocab_is_eog(vocab, t)),
-        bos_token=bos if bos >= 0 else None,
-        eos_token=eos if eos >= 0 else None,
+        eog_tokens=tuple(t for t in range(words.n_vocab) if llama.llama_vocab_is_eog(vocab, t)),
+        bos_token=bos,
+        eos_token=eos,
         adds_bos=bool(llama.llama_vocab_get_add_bos(vocab)),
-        bos_text=text(bos),
-        eos_text=text(eos),
+        bos_text=words.text(bos),
+        eos_text=words.text(eos),
         chat_template=template.decode("utf-8", "replace") if template else None,
         kv_type_k=spec.kv_type_k,
         kv_type_v=spec.kv_type_v,
         kv_meaning=kv_meaning(llama, spec),
-        fim_tokens={name: token for name, token in fim.items() if token >= 0},
+        fim_tokens={role: named[f"fim_{role}"] for role in _FIM if f"fim_{role}" in named},
         metadata=metadata,
         control_texts=words.control_texts,
         **served,
     )
+
+
+def _metadata(llama: Any, model: Any) -> dict[str, str]:
+    """The header's short entries but for the tokenizer's."""
+    found: dict[str, str] = {}
+    for i in range(llama.llama_model_meta_count(model)):
+        key = c_string(llama.llama_model_meta_key_by_index, model, i)
+        value = c_string(llama.llama_model_meta_val_str_by_index, model, i)
+        if key and value is not None and not key.startswith("tokenizer.") and len(value) < 1000:
+            found[key] = value
+    return found
 
 
 def _special_texts(llama: Any, vocab: Any, n_vocab: int) -> tuple[list[str], list[str], list[str]]:

@@ -57,11 +57,8 @@ def check_file(path: Path) -> None:
         raise LoadError(f"{path.name!r} is not a GGUF file (it does not begin with the letters GGUF)")
 
 
-def load_model(
-    path: Path, spec: LoadSpec, on_progress: Callable[[float], None] | None, *, drafter: bool = False
-) -> tuple[Any, BufferSizes]:
-    """The llama_model pointer for `path` and the buffers its weights are in; LoadError with llama.cpp's own reason
-    otherwise. A `drafter` makes no text by itself."""
+def open_file(path: Path, params: Any, on_progress: Callable[[float], None] | None = None) -> Any:
+    """The llama_model pointer for `path`; LoadError or OutOfMemoryError with llama.cpp's own reason otherwise."""
     llama = start_native()
     check_file(path)
 
@@ -70,22 +67,33 @@ def load_model(
             on_progress(progress)
         return True
 
-    with context.model_params(llama, spec) as params:
-        params.load_mtp = spec.mtp and not drafter
-        callback = llama.llama_progress_callback(report)
-        params.progress_callback = callback
-        log.mark()
-        model = llama.llama_model_load_from_file(os.fsencode(path), params)
+    callback = llama.llama_progress_callback(report)
+    params.progress_callback = callback
+    log.mark()
+    model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         why = cause("llama.cpp gave no reason")
         if "unable to allocate" in why or "failed to allocate" in why:
             raise OutOfMemoryError(f"not enough memory for the weights of {path.name!r}: {why}")
         raise LoadError(f"llama.cpp can't load {path.name!r}: {why}", what_to_do(why))
+    return model
+
+
+def load_model(
+    path: Path, spec: LoadSpec, on_progress: Callable[[float], None] | None, *, drafter: bool = False
+) -> tuple[Any, BufferSizes]:
+    """The model in `path` and the buffers its weights are in; LoadError, also for one that makes no text. A `drafter` makes
+    none by itself."""
+    llama = start_native()
+    check_file(path)
+    with context.model_params(llama, spec) as params:
+        params.load_mtp = spec.mtp and not drafter
+        model = open_file(path, params, on_progress)
     if not drafter and (not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model)):
         llama.llama_model_free(model)
-        said = f"{path.name!r} is not a text-generating (decoder-only) model"
         raise LoadError(
-            said, "name a model that makes text; models of embeddings and rerankers are served by their name"
+            f"{path.name!r} is not a text-generating (decoder-only) model",
+            "name a model that makes text; models of embeddings and rerankers are served by their name",
         )
     sizes = log.buffer_sizes()
     if spec.placement.weights != "locked" and any(not place.endswith("_Mapped") for place in sizes.places):
@@ -123,15 +131,9 @@ def what_to_do(why: str) -> str:
 def vocabulary(path: str) -> list[bytes]:
     """Every token's bytes, control tokens as written. Reads the header only; LoadError when it can't be read."""
     llama = start_native()
-    file = Path(path)
-    check_file(file)
     params = llama.llama_model_default_params()
     params.vocab_only = True
-    log.mark()
-    model = llama.llama_model_load_from_file(os.fsencode(file), params)
-    if not model:
-        why = cause("it gave no reason")
-        raise LoadError(f"llama.cpp can't read the vocabulary of {file.name!r}: {why}", what_to_do(why))
+    model = open_file(Path(path), params)
     vocab = llama.llama_model_get_vocab(model)
     tokens = [token_piece(llama, vocab, t, special=True) for t in range(llama.llama_vocab_n_tokens(vocab))]
     llama.llama_model_free(model)

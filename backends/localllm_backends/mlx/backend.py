@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ import mlx.core as mx
 
 from localllm_backends.contract import (
     DRAFTER_LEFT_OUT,
-    Backend,
     BackendFailure,
     CannotRewindError,
     Capabilities,
@@ -35,6 +33,7 @@ from localllm_backends.mlx.mtp import MlxHeads, MtpModule
 from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, Sizes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, MlxStepResult, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
+from localllm_backends.owned import OwnedBackend
 
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
@@ -66,14 +65,16 @@ class Loaded:
     left_out: str = ""
 
 
-class MlxBackend(Backend):
+class MlxBackend(OwnedBackend):
     """One mlx-lm checkpoint. See sequence_cache.py for how its memory is laid out."""
+
+    _heads: MlxHeads | None
 
     def __init__(self, loaded: Loaded) -> None:
         spec, layout, shapes, n_batch = loaded.spec, loaded.layout, loaded.shapes, loaded.n_batch
         self._vocabulary, self._layout = loaded.vocabulary, layout
         self._shapes, self._sizes, self._spec = shapes, loaded.sizes, spec
-        self._owner = threading.get_ident()
+        self._take_ownership()
         self._lines: dict[SequenceId, SequenceCache] = {}
         self._next = 0
         rewind = spec.n_rewind or (_DRAFT_REWIND if loaded.heads is not None else 0)
@@ -109,7 +110,8 @@ class MlxBackend(Backend):
             MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch) if loaded.heads is not None else None
         )
         self._exports = KvExport(identity, layout, shapes, self.stepper, self.capabilities.states)
-        self._warm_up()
+        # One to compile what a step needs, one as decoding has it.
+        self.drop(self._warm_up(2, 1))
 
     # --- vocabulary (any thread) ---------------------------------------------------------------------------------
 
@@ -142,17 +144,17 @@ class MlxBackend(Backend):
         only when one of the two writes."""
         self._check_owner()
         line = self._line(source)
-        if not 0 <= n_tokens <= line.length:
-            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {line.length} tokens")
-        if 0 < n_tokens < line.length and (self._layout.recurrent or not line.holds(n_tokens)):
+        if not n_tokens:
+            return self.new_sequence()
+        self._check_range(source, 0, n_tokens)
+        if n_tokens < line.length and (self._layout.recurrent or not line.holds(n_tokens)):
             raise CannotRewindError(f"this model's memory can't be split at {n_tokens} of {line.length} tokens")
         self._require_cells(n_tokens)
         target = self.new_sequence()
-        if n_tokens:
-            self.stepper.settle(line)
-            line.fork_into(self._lines[target], n_tokens)
-            if self._heads is not None:
-                self._heads.fork(source, target, n_tokens)
+        self.stepper.settle(line)
+        line.fork_into(self._lines[target], n_tokens)
+        if self._heads is not None:
+            self._heads.fork(source, target, n_tokens)
         return target
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
@@ -226,9 +228,11 @@ class MlxBackend(Backend):
             raise BackendFailure(f"there is no sequence {sequence}")
         return line
 
-    def _require_cells(self, n: int) -> None:
-        if n > self.cells_free():
-            raise NoCellsError(f"{n} KV cells needed, {self.cells_free()} of {self.info.n_ctx} free")
+    def _intact_line(self, sequence: SequenceId) -> SequenceCache:
+        line = self._line(sequence)
+        if line.broken:
+            raise BackendFailure("this sequence was lost when a step failed")
+        return line
 
     # --- compute -------------------------------------------------------------------------------------------------
 
@@ -252,64 +256,40 @@ class MlxBackend(Backend):
             self._heads.follow(chunks, result.hidden)
         return result
 
-    def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        self._check_owner()
-        if self._heads is None:
-            raise BackendFailure("this model was loaded without its draft heads")
-        return self._heads.draft(wanted)
-
     def _checked(self, chunks: Sequence[Chunk]) -> list[SequenceCache]:
+        """The lines of `chunks`. BackendFailure where no step may be made of them."""
         lines = [self._line(c.sequence) for c in chunks]
         n_tokens = sum(len(c.tokens) for c in chunks)
-        if not n_tokens or not all(c.tokens for c in chunks):
-            raise BackendFailure("a step needs at least one token for every sequence in it")
-        if len(set(map(id, lines))) != len(lines):
-            raise BackendFailure("a sequence stands twice in one step")
-        if n_tokens > self.info.n_batch:
-            raise BackendFailure(f"a step of {n_tokens} tokens is over the batch of {self.info.n_batch}")
         n_outputs = sum(min(c.outputs, len(c.tokens)) for c in chunks)
-        if n_outputs > self.info.n_outputs:
-            raise BackendFailure(f"a step with {n_outputs} outputs is over the {self.info.n_outputs} a step may have")
+        if not all(c.tokens for c in chunks):
+            raise BackendFailure("a step needs at least one token for every sequence in it")
+        if len({line.id for line in lines}) != len(lines):
+            raise BackendFailure("a sequence stands twice in one step")
         if any(line.broken for line in lines):
             raise StepError("a sequence in this step was lost when an earlier step failed: it must be dropped")
         n_vocab = self._shapes.n_vocab
-        for chunk in chunks:
-            if min(chunk.tokens) < 0 or max(chunk.tokens) >= n_vocab:
-                raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
-        self._require_cells(n_tokens)
+        if any(min(c.tokens) < 0 or max(c.tokens) >= n_vocab for c in chunks):
+            raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
+        self._check_step(n_tokens, n_outputs)
         if n_tokens > WHOLE_TOKENS:
             needed = (n_tokens + self.info.n_batch) * self._sizes.token_bytes + n_outputs * n_vocab * 4
             memory.require(needed, f"a step of {n_tokens} tokens")
         return lines
-
-    def _warm_up(self) -> None:
-        """Compile what a step needs, so that the first request does not wait for it."""
-        sequence = self.new_sequence()
-        first = self.info.bos_token if self.info.bos_token is not None else 0
-        self.step([Chunk(sequence, [first] * 2)])
-        self.step([Chunk(sequence, [first])])
-        if self._heads is not None:
-            self._heads.draft([(sequence, first, 1)])
-        self.drop(sequence)
 
     # --- KV in and out -------------------------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header (blob.py)."""
         self._check_owner()
-        line = self._line(sequence)
-        if not 0 <= start < stop <= line.length:
-            raise BackendFailure(f"can't export tokens {start} to {stop} of {line.length}")
-        if line.broken:
-            raise BackendFailure("this sequence was lost when a step failed")
+        self._check_range(sequence, start, stop)
+        line = self._intact_line(sequence)
         data = self._exports.export_range(line, start, stop)
         return data if self._heads is None else with_heads(data, self._heads.export_range(sequence, start, stop))
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         self._check_owner()
         line = self._line(sequence)
-        if line.length != start:
-            raise BackendFailure(f"tokens {start} to {stop} don't follow the {line.length} held")
+        self._check_follows(sequence, start, stop)
         self._require_cells(stop - start)
         own, heads = without_heads(data) if self._heads is not None else (data, memoryview(b""))
         self._exports.import_range(line, own, start, stop)
@@ -321,16 +301,13 @@ class MlxBackend(Backend):
 
     def export_state(self, sequence: SequenceId) -> bytes:
         self._check_owner()
-        line = self._line(sequence)
-        if line.broken:
-            raise BackendFailure("this sequence was lost when a step failed")
+        line = self._intact_line(sequence)
         return blob.pack(self._exports.identity, self._exports.state(line))
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         self._check_owner()
         line = self._line(sequence)
-        if not 0 < n_tokens <= line.length:
-            raise BackendFailure(f"can't go to {n_tokens} of {line.length} tokens")
+        self._check_range(sequence, 0, n_tokens)
         self._exports.load_state(line, self._exports.read_state(data, n_tokens))
         if self._heads is not None:
             self._heads.truncate(sequence, n_tokens)
@@ -338,8 +315,7 @@ class MlxBackend(Backend):
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
         self._check_owner()
         line = self._line(source)
-        if not 0 < n_tokens <= line.length:
-            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {line.length} tokens")
+        self._check_range(source, 0, n_tokens)
         state = self._exports.read_state(data, n_tokens)
         self._require_cells(n_tokens)
         target = self.new_sequence()
@@ -399,16 +375,9 @@ class MlxBackend(Backend):
         self._wired.close()
         self._bound.close()
 
-    def _check_owner(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise BackendFailure("a backend belongs to the thread that loaded it")
-
 
 def _model_info(loaded: Loaded) -> ModelInfo:
     words, spec, config = loaded.vocabulary, loaded.spec, loaded.config
-
-    def text(token: int | None) -> str:
-        return "" if token is None else words.token_bytes(token, special=True).decode("utf-8", "replace")
 
     asked = spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
     quantised = config.get("quantization")
@@ -429,8 +398,8 @@ def _model_info(loaded: Loaded) -> ModelInfo:
         bos_token=words.bos_token,
         eos_token=words.eos_token,
         adds_bos=words.adds_bos,
-        bos_text=text(words.bos_token),
-        eos_text=text(words.eos_token),
+        bos_text=words.text(words.bos_token),
+        eos_text=words.text(words.eos_token),
         chat_template=words.chat_template,
         kv_type_k=loaded.shapes.kv_type,
         kv_type_v=loaded.shapes.kv_type,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import BackendFailure, LoadError
-from localllm_backends.control_text import LiteralText, ReadAnyway
+from localllm_backends.contract import LoadError
+from localllm_backends.control_text import LiteralText
+from localllm_backends.vocabulary import Vocabulary
 
 # Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives them
 # (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
@@ -43,56 +44,41 @@ def byte_of_char() -> dict[str, int]:
     return table
 
 
-class MlxVocabulary:
-    """Pure over its files: `tokenize` and `detokenize` may be called from any thread."""
+class MlxVocabulary(Vocabulary):
+    """Pure over its files."""
 
     def __init__(self, folder: Path, config: dict[str, Any], n_vocab: int) -> None:
-        self.n_vocab = n_vocab
         settings = read_json(folder / "tokenizer_config.json")
         source = tokenizer_json(folder)
         parsed = json.loads(source)
         self._parsing, self._literal = _tokenizers(source)
-        self._added = {int(t["id"]): t for t in parsed.get("added_tokens", [])}
-        self._control = frozenset(i for i, t in self._added.items() if t.get("special"))
-        controls = [str(self._added[i]["content"]) for i in sorted(self._control)]
-        self._read_anyway = ReadAnyway(str(t["content"]) for i, t in self._added.items() if i not in self._control)
-        self.control_texts = (*controls, *self._read_anyway.texts)
+        self._added = {int(t["id"]): str(t["content"]) for t in parsed.get("added_tokens", [])}
+        self._control = frozenset(int(t["id"]) for t in parsed.get("added_tokens", []) if t.get("special"))
+        controls = [text for i, text in sorted(self._added.items()) if i in self._control]
+        super().__init__(n_vocab, controls, [text for i, text in self._added.items() if i not in self._control])
         self._kind = _kind(parsed.get("decoder"))
         self._chars = byte_of_char()
-        self._pieces: dict[tuple[int, bool], bytes] = {}
         self.eog_tokens = self._ends(config, settings, read_json(folder / "generation_config.json"))
         self.bos_token = self._named(settings.get("bos_token"), config.get("bos_token_id"))
         self.eos_token = self._named(settings.get("eos_token"), next(iter(_ids(config.get("eos_token_id"))), None))
         start = list(self._parsing.encode("", add_special_tokens=True).ids)
-        self.adds_bos = bool(settings.get("add_bos_token", start[:1] == [self.bos_token] and bool(start)))
-        self.adds_bos = self.adds_bos and self.bos_token is not None
+        adds_bos = settings.get("add_bos_token", start[:1] == [self.bos_token])
+        self.adds_bos = bool(adds_bos) and self.bos_token is not None
         self.chat_template = chat_template(folder, settings)
-        self.fim_tokens = {
-            role: found[0]
-            for role, names in _FIM.items()
-            if (found := [t for t in map(self._parsing.token_to_id, names) if t is not None])
-        }
+        self.fim_tokens: dict[str, int] = {}
+        for role, names in _FIM.items():
+            found = [t for t in map(self._parsing.token_to_id, names) if t is not None]
+            if found:
+                self.fim_tokens[role] = found[0]
 
     def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
         """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
-        pieces = self._read_anyway.pieces(text) if isinstance(text, LiteralText) else [text]
+        pieces = self.read_anyway.pieces(text) if isinstance(text, LiteralText) else [text]
         tokenizer = self._parsing if special else self._literal
-        read = [tokenizer.encode(p.encode("utf-8", "replace").decode(), add_special_tokens=False).ids for p in pieces]
-        ids = [token for piece in read for token in piece]
-        return [self.bos_token, *ids] if add_bos and self.adds_bos and self.bos_token is not None else ids
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`, control tokens rendered, invalid UTF-8 replaced."""
-        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
-
-    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of one token; cached, because text is made of few tokens."""
-        piece = self._pieces.get((token, special))
-        if piece is None:
-            if not 0 <= token < self.n_vocab:
-                raise BackendFailure(f"token {token} is outside the vocabulary of {self.n_vocab}")
-            piece = self._pieces[token, special] = self._bytes(token, special)
-        return piece
+        ids = [self.bos_token] if add_bos and self.adds_bos and self.bos_token is not None else []
+        for piece in pieces:
+            ids += tokenizer.encode(piece.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+        return ids
 
     def is_control(self, token: int) -> bool:
         """True for the added tokens the tokenizer marks special."""
@@ -106,7 +92,7 @@ class MlxVocabulary:
         if text is None:
             return b""
         if token in self._added:
-            return str(self._added[token]["content"]).encode()
+            return self._added[token].encode()
         if self._kind == "bytelevel":
             return b"".join(bytes([self._chars[c]]) if c in self._chars else c.encode() for c in text)
         if self._kind == "sentencepiece":
