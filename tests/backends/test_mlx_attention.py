@@ -115,7 +115,7 @@ def test_rows_of_a_batch_grow_and_shrink_by_themselves(
         write(line.leaves[0], held[i], window)
         line.length = n
     batch = SequenceBatch(layout)
-    batch.become(lines)
+    batch.hold(lines)
     number = 0.0
     for counts in steps:
         # Rows are as wide as the longest; what stands behind a row's own end is padding.
@@ -134,7 +134,7 @@ def test_rows_of_a_batch_grow_and_shrink_by_themselves(
             got = seen_by(keys[i : i + 1], row_mask, width)
             assert got == expected([*held[i], *new[i]], width, window)
             held[i] = [*held[i], *new[i][: accepted[i]]]
-        batch.moved(accepted)
+        batch.advance(accepted)
     batch.extract(lines[0])
     assert write(lines[0].leaves[0], [-1.0], window) == expected([*held[0], -1.0], 1, window)
 
@@ -204,12 +204,12 @@ def test_layers_grow_in_different_steps() -> None:
     assert most == 2
     assert grown >= 16
     batch = SequenceBatch(layout)
-    batch.become(lines)
+    batch.hold(lines)
     most, grown = 0, 0
     for _ in range(16):
         before = [leaf.slots for leaf in batch.leaves]
         batch.make_room(32)
-        batch.moved([32, 32])
+        batch.advance([32, 32])
         now = [a != b for a, b in zip(before, [leaf.slots for leaf in batch.leaves], strict=True)]
         most, grown = max(most, sum(now)), grown + sum(now)
     assert most == 2

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localllm_backends.contract import KV_FALLBACK, Backend, BackendFailure, Chunk, KvType, LoadSpec
 from localllm_backends.llamacpp import backend_type, kv_probe
 from localllm_backends.llamacpp.devices import Accelerator
-from localllm_backends.llamacpp.kv_probe import Pair, Timing, candidates, settle
+from localllm_backends.llamacpp.kv_probe import Pair, Timing, candidates, choose
 from support.plan_probe import ProbeSettings, plan
 
 CONTEXT = 1024
@@ -149,7 +149,7 @@ def decide(
         return Timing(0.01 / speed, 0.01)
 
     monkeypatch.setattr(kv_probe, "room_for_f16", lambda *_: room)
-    chosen, note = settle(None, spec, measure)
+    chosen, note = choose(None, spec, measure)
     return (chosen.kv_type_k, chosen.kv_type_v), note
 
 
@@ -206,20 +206,20 @@ def test_a_type_that_is_quicker_at_depth_stays_quicker() -> None:
 
 def test_the_note_names_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_probe, "room_for_f16", lambda *_: True)
-    _, note = settle(None, asked("q8_0", "q8_0"), lambda *_: Timing(0.025, 0.015, 52_000))
+    _, note = choose(None, asked("q8_0", "q8_0"), lambda *_: Timing(0.025, 0.015, 52_000))
     assert "with 52,000 tokens of context it decodes at 40 tok/s here, f16 at 67" in note
 
 
 def test_one_slow_measurement_is_noise() -> None:
     seen = iter([Timing(5.0, 1.0), Timing(4.0, 1.0), Timing(1.0, 1.0)])
-    assert settle(None, asked("q8_0", "q8_0"), lambda *_: next(seen))[1] == ""
+    assert choose(None, asked("q8_0", "q8_0"), lambda *_: next(seen))[1] == ""
 
 
 def test_f16_is_never_probed() -> None:
     def never(*_: object) -> Timing:
         raise AssertionError("probed")
 
-    assert settle(None, asked("f16", "bf16"), never) == (asked("f16", "bf16"), "")
+    assert choose(None, asked("f16", "bf16"), never) == (asked("f16", "bf16"), "")
 
 
 def test_without_flash_attention_only_k_is_quantised() -> None:

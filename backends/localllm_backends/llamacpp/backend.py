@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -80,10 +80,15 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self._states = None
         self.drop(warm)
         self._mapped = huge_weights.of(path, spec)
-        on_device = spec.n_gpu_layers != 0 and has_gpu()
-        rewind = "any" if plain else "bounded" if self._n_swa or self._n_rewind else "none"
-        self.capabilities = Capabilities(
-            rewind=rewind,  # type: ignore[arg-type]
+        self.capabilities = self._capabilities(plain, n_batch, on_device=spec.n_gpu_layers != 0 and has_gpu())
+        if self.capabilities.asynchronous and plain:
+            self.sort_where_computed()
+
+    def _capabilities(self, plain: bool, n_batch: int, *, on_device: bool) -> Capabilities:
+        heads, recurrent = self._heads, self._recurrent
+        rewind: Literal["any", "bounded", "none"] = "bounded" if self._n_swa or self._n_rewind else "none"
+        return Capabilities(
+            rewind="any" if plain else rewind,
             rewind_tokens=n_batch if self._n_swa and not recurrent else self._n_rewind,
             shares_cells=True,
             segments=plain or self._states is not None,
@@ -101,8 +106,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             # Not run on a GPU: there a step's micro-batch is short anyway.
             sliced_prefill=plain and heads is None and not on_device,
         )
-        if self.capabilities.asynchronous and plain:
-            self.sort_where_computed()
 
     def sort_where_computed(self) -> None:
         """With several streams the greatest logits are sorted out by what computes them: for devices, whose rows are far."""

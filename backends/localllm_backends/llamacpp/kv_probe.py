@@ -83,7 +83,7 @@ def candidates(wanted: Pair, *, flash_attention: bool) -> list[Pair]:
     return list(dict.fromkeys([*tried, ("f16", "f16")]))
 
 
-def settle(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[LoadSpec, str]:
+def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[LoadSpec, str]:
     """The spec with KV types that are fast here, and one sentence if they are not the wanted ones ("" otherwise)."""
     wanted: Pair = (spec.kv_type_k, spec.kv_type_v)
     if all(kind in _PLAIN for kind in wanted):

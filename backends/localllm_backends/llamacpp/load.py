@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context
 from localllm_backends.llamacpp.devices import check_kv
 from localllm_backends.llamacpp.heads import DraftHeads
-from localllm_backends.llamacpp.native import GGML_TYPES, log, start_native
+from localllm_backends.llamacpp.native import GGML_TYPES, BufferSizes, log, start_native
 from localllm_backends.llamacpp.weights import check_file, load_model
 
 
@@ -25,41 +26,29 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     llama = start_native()
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
-    spec, left_out = _drafting(llama, spec, path)
-    drafts = spec.mtp or bool(spec.drafter)
-    model, weights = load_model(path, spec, on_progress)
-    windowed = llama.llama_model_n_swa(model) > 0
+    spec, left_out = _with_own_heads(llama, spec, path)
+    model, sizes = load_model(path, spec, on_progress)
     recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
-    # A spare sequence receives imported segments. It has a window and a recurrent state like every other. A model that is
-    # nothing but state has no segments, and draft heads keep the state from being had apart.
-    alone = recurrent and not llama.llama_model_is_hybrid(model)
-    spare = 0 if alone or ((windowed or recurrent) and drafts) else 1
-    context = projector = None
-    try:
-        spec, note = kv_probe.settle(model, spec)
+    with ExitStack() as freed:
+        freed.callback(llama.llama_model_free, model)
+        spec, note = kv_probe.choose(model, spec)
         check_kv(llama, model, spec, served_context(model, spec))
-        context = new_context(model, spec, n_seq_max=spec.n_seq_max + spare)
-        sizes = weights.plus(log.buffer_sizes())
-        heads: DraftHeads | None = None
-        if spec.mtp:
-            second = new_context(model, spec, n_seq_max=spec.n_seq_max + spare, mtp=True)
-            sizes = sizes.plus(log.buffer_sizes())
-            heads = mtp.MtpHeads(llama, model, context, second)
-        elif spec.drafter:
-            try:
-                heads, more = companion.open_drafter(llama, model, context, spec, spec.n_seq_max + spare)
-                sizes = sizes.plus(more).plus(log.buffer_sizes())
-            except LoadError as e:
-                if not spec.drafter_optional:
-                    raise
-                left_out, spec = str(e), replace(spec, drafter="")
-        if spec.projector:
-            projector = vision.open_projector(llama, model, spec)
-    except Exception:
-        if context is not None:
-            llama.llama_free(context)
-        llama.llama_model_free(model)
-        raise
+        n_seq_max = spec.n_seq_max + _n_spare(llama, model, spec)
+        context = new_context(model, spec, n_seq_max=n_seq_max)
+        freed.callback(llama.llama_free, context)
+        sizes = sizes.plus(log.buffer_sizes())
+        try:
+            heads, more = _open_heads(llama, model, context, spec, n_seq_max)
+        except LoadError as e:
+            if spec.mtp or not spec.drafter_optional:
+                raise
+            left_out, spec = str(e), replace(spec, drafter="")
+            heads, more = None, BufferSizes()
+        sizes = sizes.plus(more)
+        if heads is not None:
+            freed.callback(heads.free)
+        projector = vision.open_projector(llama, model, spec) if spec.projector else None
+        freed.pop_all()
     make: Any = LlamaCppBackend if projector is None else partial(vision.LlamaCppVisionBackend, projector=projector)
     backend: LlamaCppBackend = make(llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads)
     if note:
@@ -69,7 +58,29 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     return backend
 
 
-def _drafting(llama: Any, spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:
+def _n_spare(llama: Any, model: Any, spec: LoadSpec) -> int:
+    """A spare sequence receives imported segments. It has a window and a recurrent state like every other. A model that is
+    nothing but state has no segments, and draft heads keep the state from being had apart."""
+    recurrent, hybrid = llama.llama_model_is_recurrent(model), llama.llama_model_is_hybrid(model)
+    states = llama.llama_model_n_swa(model) > 0 or recurrent or hybrid
+    drafts = spec.mtp or bool(spec.drafter)
+    return 0 if (recurrent and not hybrid) or (states and drafts) else 1
+
+
+def _open_heads(
+    llama: Any, model: Any, context: Any, spec: LoadSpec, n_seq_max: int
+) -> tuple[DraftHeads | None, BufferSizes]:
+    """What drafts for the model behind `context`, if anything does, and the buffers it is in. LoadError."""
+    if spec.mtp:
+        second = new_context(model, spec, n_seq_max=n_seq_max, mtp=True)
+        return mtp.MtpHeads(llama, model, context, second), log.buffer_sizes()
+    if not spec.drafter:
+        return None, BufferSizes()
+    heads, weights = companion.open_drafter(llama, model, context, spec, n_seq_max)
+    return heads, weights.plus(log.buffer_sizes())
+
+
+def _with_own_heads(llama: Any, spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:
     """`spec` with what can draft, as far as files' headers say, and why the model's own heads can't. Raises LoadError."""
     if spec.mtp:
         check_file(path)

@@ -88,27 +88,32 @@ class TopLogits:
         if not (self.able or self._chains) or self._n_vocab <= KEPT:
             return []
         self._steps += 1
-        outputs = [(i, c) for i, c in enumerate(chunks) if c.outputs]
-        for _, chunk in outputs:
+        outputs = [c for c in chunks if c.outputs]
+        for chunk in outputs:
             if not (chunk.few and may_decide(chunk.sample, KEPT)):
                 self._whole[chunk.sequence] = self._steps
-        fit = [(i, c) for i, c in outputs if self._calm(c.sequence)]
-        weighs = {c.sequence for _, c in fit if c.sample is not None and unlimited(c.sample)}
-        if not self.able or not (weighs or len(fit) >= (_FEWEST_ON if self._chains else _FEWEST)):
-            fit = []
-        wanted = {c.sequence: c.sequence in weighs for _, c in fit}
-        leave = [s for s in self._chains if s not in wanted and (not fit or any(c.sequence == s for _, c in outputs))]
-        for sequence in [
-            *leave,
-            *(s for s in wanted if wanted[s] and s in self._chains and not self._chains[s].weighs),
-        ]:
-            self.unbind(sequence)
-        for sequence in wanted.keys() - self._chains.keys():
-            self._bind(sequence, weighs=wanted[sequence])
-        return [i for i, c in fit if c.sequence in self._chains]
+        weighs = self._wanted(outputs)
+        self._rebind(weighs, {c.sequence for c in outputs})
+        return [i for i, c in enumerate(chunks) if c.sequence in weighs and c.sequence in self._chains]
 
-    def _calm(self, sequence: SequenceId) -> bool:
-        return self._steps - self._whole.get(sequence, -_PATIENCE) >= _PATIENCE
+    def _wanted(self, outputs: Sequence[Chunk]) -> dict[SequenceId, bool]:
+        """Of which sequences rows are to be sorted out, and does what they draw hang on the weight of all tokens?"""
+        weighs: dict[SequenceId, bool] = {}
+        for chunk in outputs:
+            if self._steps - self._whole.get(chunk.sequence, -_PATIENCE) >= _PATIENCE:
+                weighs[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
+        fewest = _FEWEST_ON if self._chains else _FEWEST
+        return weighs if self.able and (any(weighs.values()) or len(weighs) >= fewest) else {}
+
+    def _rebind(self, weighs: dict[SequenceId, bool], stepped: set[SequenceId]) -> None:
+        """Give the sequences in `weighs` their chains. Of others those may keep them that are not stepped now."""
+        for sequence, chain in [*self._chains.items()]:
+            idle = bool(weighs) and sequence not in stepped
+            fits = sequence in weighs and chain.weighs >= weighs[sequence]
+            if not (idle or fits):
+                self.unbind(sequence)
+        for sequence in weighs.keys() - self._chains.keys():
+            self._bind(sequence, weighs=weighs[sequence])
 
     def _bind(self, sequence: SequenceId, *, weighs: bool) -> None:
         chain = _Chain(self._llama, weighs=weighs)
@@ -120,7 +125,8 @@ class TopLogits:
 
     def unbind(self, sequence: SequenceId) -> None:
         """Its rows come whole again."""
-        if (chain := self._chains.pop(sequence, None)) is not None:
+        chain = self._chains.pop(sequence, None)
+        if chain is not None:
             self._llama.llama_set_sampler(self._context, sequence, None)
             self._llama.llama_sampler_free(chain.native)
 

@@ -196,7 +196,7 @@ class MlxBackend(OwnedBackend):
         if undo is None or not self._can_undo(line, n_tokens):
             raise CannotRewindError(f"this model's memory can't go back from {line.length} to {n_tokens} tokens")
         self.stepper.settle(line)
-        line.alone()
+        line.leave_batch()
         line.restore(undo.state)
         line.replay = undo.tokens[: n_tokens - undo.length]
         line.length = n_tokens

@@ -53,7 +53,7 @@ class KvExport:
         if not pieces and (start, stop, block.start) != (0, block.stop, 0):
             raise CannotRewindError("this model's memory can only be imported whole")
         self._check(block, self._kept if pieces else range(len(self.shapes.leaves)))
-        line.alone()
+        line.leave_batch()
         if pieces:
             for i, part in zip(self._kept, block.parts, strict=True):
                 line.leaves[i].write([a[:, :, start - block.start : stop - block.start] for a in part.arrays], start)
@@ -64,7 +64,7 @@ class KvExport:
             self._fill(line, range(len(line.leaves)), block)
             # A line that can be cut comes in many blocks: its buffers are made when the last one is there.
             mx.eval(arrays_of(line.leaves))
-        line.goes_on_at(stop)
+        line.continue_at(stop)
 
     def state(self, line: SequenceCache) -> blob.Blob:
         """Windows and recurrent state behind all tokens of `line`."""
@@ -74,11 +74,11 @@ class KvExport:
     def load_state(self, line: SequenceCache, block: blob.Blob) -> None:
         """Cut `line` to where the state in `block`, which `read_state` has found good, was taken, and give it that."""
         self.stepper.settle(line)
-        line.alone()
+        line.leave_batch()
         for i in self._kept:
             line.leaves[i].offset = block.stop
         self._fill(line, self._state, block)
-        line.goes_on_at(block.stop)
+        line.continue_at(block.stop)
 
     def read_state(self, data: bytes | memoryview, n_tokens: int) -> blob.Blob:
         """The state in `data`; BackendFailure where it is not one of this model behind `n_tokens`."""

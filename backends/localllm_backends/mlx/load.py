@@ -106,11 +106,6 @@ def _short(error: Exception) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def caches_of(model: Any) -> list[Any]:
-    """mlx-lm's own caches for `model`: the only place that says what kind of memory each layer needs."""
-    return list(make_prompt_cache(model))
-
-
 def own_type(probe: Any) -> KvType:
     """The contract's name for the type the model itself computes keys and values in."""
     name = str(probe.dtype).rpartition(".")[2]
@@ -223,33 +218,36 @@ def shard(model: Any, config: dict[str, Any], group: Any) -> None:
     model.shard(group)
 
 
-def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Any]:
+def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Shapes]:
     """The memory this model wants and the exact shapes it will have, without computing anything: MLX knows the shapes
     of arrays it has not computed. LoadError where the asked KV type can't be had."""
-    caches, slack = caches_of(model), min(n_batch, _REWIND_TOKENS)
-    plain = Layout(caches, KvFormat(), slack)
-    shapes = Shapes.of(model, plain)
+    caches, slack = list(make_prompt_cache(model)), min(n_batch, _REWIND_TOKENS)
+    layout = Layout(caches, KvFormat(), slack)
+    shapes = Shapes.of(model, layout)
     own = own_type(shapes.kv_array) if shapes.kv_array is not None else "f32"
-    group = group_size_for(shapes.widths) if plain.attention and not plain.windows else None
-    shapes.kv_type = own
-    if group is not None:
-        quantised = Layout(caches, KvFormat(8, group), slack)
-        # Some attention code reads keys and values as arrays: it fails while the graph is built, before any work.
-        shapes.quantisable = Shapes.of_or_none(model, quantised) is not None
     asked = spec.kv_type_k
+    quantised = None
+    group = group_size_for(shapes.widths) if layout.attention and not layout.windows else None
+    if group is not None:
+        quantised = _quantised(model, Layout(caches, KvFormat(QUANTISED_BITS.get(asked, 8), group), slack))
     if asked in QUANTISED_BITS:
-        if not shapes.quantisable or group is None:
+        if quantised is None:
             raise LoadError(
                 f"this model's KV cache can't be stored as {asked} in MLX "
                 f"(sliding windows, latent attention and heads that 32 does not divide can't); it is kept as {own}"
             )
-        layout = Layout(caches, KvFormat(QUANTISED_BITS[asked], group), slack)
-        shapes_quantised = Shapes.of(model, layout)
-        shapes_quantised.kv_type, shapes_quantised.quantisable = asked, True
-        shapes_quantised.own_type = own
-        return layout, shapes_quantised
-    shapes.own_type = own
+        layout, shapes = quantised
     # "f16" is the contract's word for "not quantised": MLX then keeps what the model computes, and info says what.
-    if asked not in ("f16", own):
+    elif asked not in ("f16", own):
         raise LoadError(f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); {asked} can't be had")
-    return plain, shapes
+    kv_type = asked if asked in QUANTISED_BITS else own
+    return layout, replace(shapes, kv_type=kv_type, own_type=own, quantisable=quantised is not None)
+
+
+def _quantised(model: Any, layout: Layout) -> tuple[Layout, Shapes] | None:
+    """None where the model can't work with such memory: some attention code reads keys and values as arrays, and fails while the
+    graph is built, before any work."""
+    try:
+        return layout, Shapes.of(model, layout)
+    except Exception:
+        return None

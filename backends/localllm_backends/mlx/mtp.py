@@ -220,18 +220,16 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         together = [k for k, t in enumerate(tokens) if _start(lines[k]) < lines[k].length and len(t) <= WHOLE_TOKENS]
         made: dict[int, Any] = {}
         if len(together) > 1:
-            self._batch.become([lines[k] for k in together])
-            at = sorted(together, key=lambda k: self._batch.row_of(lines[k]))
-            longest = max(len(tokens[k]) for k in at)
-            self._batch.make_room(longest)
-            ids = mx.array([tokens[k] + [0] * (longest - len(tokens[k])) for k in at])
+            order, ids = self._batch.gather([lines[k] for k in together], [tokens[k] for k in together])
+            at = [together[i] for i in order]
+            longest = int(ids.shape[1])
             padded = mx.stack([mx.pad(rows[k], [(0, longest - len(tokens[k])), (0, 0)]) for k in at])
             hidden = self._module(ids, padded, self._batch.caches[0])
-            self._batch.moved([len(tokens[k]) for k in at])
+            self._batch.advance([len(tokens[k]) for k in at])
             made = {k: hidden[row : row + 1, : len(tokens[k])] for row, k in enumerate(at)}
         for k, line in enumerate(lines):
             if k not in made:
-                line.alone()
+                line.leave_batch()
                 line.buffers = object()
                 made[k] = self._module(mx.array([tokens[k]]), rows[k][None], line.caches[0])
             line.length += len(tokens[k])

@@ -103,8 +103,44 @@ class Undo:
     state: list[list[Any]]
 
 
+class _Memory:
+    """Of a line or a batch: the same leaves as `caches`, which a model takes, and flat."""
+
+    caches: list[Any]
+    leaves: list[Any]
+
+    @property
+    def states(self) -> list[Any]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, ArraysCache)]
+
+    def snapshot(self) -> list[list[Any]]:
+        """The arrays of its recurrent state."""
+        return [list(leaf.cache) for leaf in self.states]
+
+    def restore(self, state: Sequence[Sequence[Any]]) -> None:
+        for leaf, arrays in zip(self.states, state, strict=True):
+            leaf.cache = list(arrays)
+
+
+def _forked(leaf: Any) -> Any:
+    if isinstance(leaf, LineAttention):
+        return leaf.fork()
+    other = ArraysCache(len(leaf.cache))
+    other.cache = list(leaf.cache)
+    return other
+
+
+def _rows_of(arrays: Sequence[Any], row: int) -> list[Any]:
+    return [a[row : row + 1] for a in arrays]
+
+
+def row_of_state(state: Sequence[Sequence[Any]], row: int) -> list[list[Any]]:
+    """What `SequenceBatch.snapshot` says of one row."""
+    return [_rows_of(arrays, row) for arrays in state]
+
+
 @dataclass(eq=False)
-class SequenceCache:
+class SequenceCache(_Memory):
     """One sequence. `length` is what the contract counts; `replay` are tokens of it that recurrent memory, having been
     set back to an older state, has yet to read again: they go in front of the next chunk."""
 
@@ -129,10 +165,6 @@ class SequenceCache:
         """Tokens the buffers stand for."""
         return self.length - len(self.replay)
 
-    @property
-    def states(self) -> list[Any]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, ArraysCache)]
-
     def holds(self, n_tokens: int) -> bool:
         """Can the attention leaves be cut to `n_tokens`?"""
         if self.batch is not None:
@@ -147,12 +179,12 @@ class SequenceCache:
             if isinstance(leaf, LineAttention):
                 leaf.offset = n_tokens
 
-    def alone(self) -> None:
+    def leave_batch(self) -> None:
         """Have buffers of its own, out of the batch."""
         if self.batch is not None:
             self.batch.extract(self)
 
-    def goes_on_at(self, n_tokens: int) -> None:
+    def continue_at(self, n_tokens: int) -> None:
         """Its buffers were filled, and stand for `n_tokens`."""
         self.length, self.replay, self.undo, self.predicted = n_tokens, [], None, None
         self.buffers = object()
@@ -161,34 +193,22 @@ class SequenceCache:
         if self.batch is not None:
             self.batch.forget(self)
         self.caches, self.leaves = self.layout.build(self.layout.line_leaf)
-        self.goes_on_at(0)
-
-    def snapshot(self) -> list[list[Any]]:
-        return [list(leaf.cache) for leaf in self.states]
-
-    def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        for leaf, arrays in zip(self.states, state, strict=True):
-            leaf.cache = list(arrays)
+        self.continue_at(0)
 
     def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
         """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared until one writes."""
         if self.batch is not None:
-            self.batch.copy_row(self, other)
+            self.batch.copy_row(self, other.leaves)
         else:
-            for mine, theirs in zip(self.leaves, range(len(other.leaves)), strict=True):
-                if isinstance(mine, LineAttention):
-                    other.leaves[theirs] = mine.fork()
-                else:
-                    other.leaves[theirs].cache = list(mine.cache)
-            leaves = iter(other.leaves)
-            other.caches, other.leaves = self.layout.build(lambda _leaf, _place: next(leaves))
+            forked = map(_forked, self.leaves)
+            other.caches, other.leaves = self.layout.build(lambda _leaf, _place: next(forked))
             other.buffers = self.buffers
         other.length = n_tokens
         other.replay = list(self.replay)
         other.place(other.computed)
 
 
-class SequenceBatch:
+class SequenceBatch(_Memory):
     """Lines in one set of buffers, kept from step to step while the same lines decode."""
 
     def __init__(self, layout: Layout) -> None:
@@ -215,29 +235,44 @@ class SequenceBatch:
         here = [line for line in self.lines if line.batch is self]
         return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
 
-    def become(self, lines: Sequence[SequenceCache]) -> None:
-        """Hold exactly `lines`. BatchOffsets that leave get buffers of their own; as many layers at a time as are small, so
-        that little is ever held twice."""
+    def gather(self, lines: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> tuple[list[int], Any]:
+        """Hold exactly `lines`, with room for the `tokens` of each; returns the place in `lines` of each row's, and the tokens
+        row by row, padded to the longest."""
+        self.hold(lines)
+        order = sorted(range(len(lines)), key=lambda i: self.row_of(lines[i]))
+        longest = max(map(len, tokens))
+        self.make_room(longest)
+        return order, mx.array([[*tokens[i], *[0] * (longest - len(tokens[i]))] for i in order])
+
+    def hold(self, lines: Sequence[SequenceCache]) -> None:
+        """Hold exactly `lines`. Those that leave get buffers of their own."""
         if self.is_of(lines):
             return
         here = [line for line in self.lines if line.batch is self]
-        staying = [line for line in here if line in lines]
         for line in here:
-            if line not in staying:
+            if line not in lines:
                 self.extract(line)
-        if not lines:
-            self.lines = []
-            self._clear()
-            return
-        sources = [(self.row_of(line) if line in staying else None, line) for line in lines]
-        offsets = {w: [self._stand(rows, i, line, w) for i, line in sources] for w, rows in self._rows.items()}
+        # Where each is now: a row of this batch, or buffers of its own.
+        sources = [(self.row_of(line) if line in here else None, line) for line in lines]
+        placed = {w: [self._offset_and_start(rows, i, line) for i, line in sources] for w, rows in self._rows.items()}
+        self._collect(sources)
+        for window, rows in self._rows.items():
+            rows.offsets = [offset for offset, _ in placed[window]]
+            rows.starts = [start for _, start in placed[window]]
+        for row, line in sources:
+            if row is None:
+                line.batch = self
+                line.caches, line.leaves = [], []
+                line.buffers = object()
+        self.lines = list(lines)
+
+    def _collect(self, sources: Sequence[tuple[int | None, SequenceCache]]) -> None:
+        """Fill the leaves from rows and lines; as many layers at a time as are small, so that little is ever held twice."""
         copied: list[Any] = []
         for n, leaf in enumerate(self.leaves):
             if isinstance(leaf, ArraysCache):
-                states = [
-                    [a[i : i + 1] for a in leaf.cache] if i is not None else list(line.leaves[n].cache)
-                    for i, line in sources
-                ]
+                held = leaf.cache
+                states = [_rows_of(held, i) if i is not None else line.leaves[n].cache for i, line in sources]
                 leaf.cache = [mx.concatenate(list(parts), axis=0) for parts in zip(*states, strict=True)]
             else:
                 rows = [leaf.row(i) if i is not None else line.leaves[n].read_used() for i, line in sources]
@@ -250,39 +285,29 @@ class SequenceBatch:
                 mx.eval(copied)
                 copied = []
         mx.async_eval(copied)
-        for w, place in self._rows.items():
-            place.offsets = [o for o, _ in offsets[w]]
-            place.starts = [s for _, s in offsets[w]]
-        for i, line in sources:
-            if i is None:
-                line.batch = self
-                line.caches, line.leaves = [], []
-                line.buffers = object()
-        self.lines = list(lines)
 
-    def _stand(self, rows: BatchOffsets, i: int | None, line: SequenceCache, window: int | None) -> tuple[int, int]:
+    @staticmethod
+    def _offset_and_start(rows: BatchOffsets, i: int | None, line: SequenceCache) -> tuple[int, int]:
         if i is not None:
             return rows.offsets[i], rows.starts[i]
         for leaf in line.leaves:
-            if isinstance(leaf, LineAttention) and leaf.window == window:
+            if isinstance(leaf, LineAttention) and leaf.window == rows.window:
                 return leaf.offset, leaf.start
         return line.computed, line.computed
 
     def extract(self, line: SequenceCache) -> None:
-        """Give `line` buffers of its own and let it go; its row is freed by the next `become`."""
+        """Give `line` buffers of its own and let it go; its row is freed by the next `hold`."""
         caches, leaves = self.layout.build(self.layout.line_leaf)
-        self._copy(self.row_of(line), leaves)
+        self.copy_row(line, leaves)
         line.caches, line.leaves, line.batch = caches, leaves, None
         line.buffers = object()
 
-    def copy_row(self, line: SequenceCache, other: SequenceCache) -> None:
-        """Copy `line`'s row into the empty line `other`."""
-        self._copy(self.row_of(line), other.leaves)
-
-    def _copy(self, i: int, leaves: Sequence[Any]) -> None:
+    def copy_row(self, line: SequenceCache, leaves: Sequence[Any]) -> None:
+        """Copy `line`'s row into these empty leaves of a line."""
+        i = self.row_of(line)
         for mine, theirs in zip(self.leaves, leaves, strict=True):
             if isinstance(mine, ArraysCache):
-                theirs.cache = [mx.contiguous(a[i : i + 1]) for a in mine.cache]
+                theirs.cache = [mx.contiguous(a) for a in _rows_of(mine.cache, i)]
             else:
                 theirs.write(mine.row(i), mine.rows.starts[i])
         # Until it is computed, a copy holds on to the batch's buffers, which the next step could not then reuse.
@@ -323,20 +348,13 @@ class SequenceBatch:
             for leaf in leaves:
                 leaf.make_room(n)
 
-    def moved(self, counts: Sequence[int]) -> None:
+    def advance(self, counts: Sequence[int]) -> None:
         """After a call of the model: row i now ends `counts[i]` tokens further on."""
         for rows in self._rows.values():
             rows.offsets = [o + n for o, n in zip(rows.offsets, counts, strict=True)]
         for leaf in self.leaves:
             if isinstance(leaf, BatchAttention):
                 leaf.written = 0
-
-    def snapshot(self) -> list[list[Any]]:
-        return [list(leaf.cache) for leaf in self.leaves if isinstance(leaf, ArraysCache)]
-
-    def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        for leaf, arrays in zip([x for x in self.leaves if isinstance(x, ArraysCache)], state, strict=True):
-            leaf.cache = list(arrays)
 
 
 @dataclass
@@ -373,14 +391,6 @@ class Shapes:
             slots=[x.slots if isinstance(x, LineAttention) else 0 for x in line.leaves],
             windows=[x.window if isinstance(x, LineAttention) else None for x in line.leaves],
         )
-
-    @classmethod
-    def of_or_none(cls, model: Any, layout: Layout) -> Shapes | None:
-        """`of`, or None where the model can't work with such memory."""
-        try:
-            return cls.of(model, layout)
-        except Exception:
-            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import Chunk, StepError, StepResult
+from localllm_backends.contract import Chunk, SampleSpec, StepError, StepResult
 from localllm_backends.mlx.sampling import UNSURE, DeviceSamples, sample
-from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of
+from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of, row_of_state
 
 # A chunk up to this long computes all its rows of logits; a longer one is cut, so that the vocabulary is multiplied
 # only where logits are wanted (mlx-lm computes a prompt's last token by itself for the same reason).
@@ -47,8 +47,11 @@ class MlxStepResult(StepResult):
     step may be under way."""
 
     n_vocab: int
+    chunks: Sequence[Chunk]
     lines: list[SequenceCache]
     stream: Any
+    # What must be computed for the step to be done, and is not under way.
+    fresh: list[Any] = field(default_factory=list)
     pieces: list[tuple[_Group, int, int] | None] = field(default_factory=list)
     samples: list[tuple[DeviceSamples, int] | None] = field(default_factory=list)
     hidden: list[list[HiddenRow]] = field(default_factory=list)
@@ -101,14 +104,14 @@ class MlxStepResult(StepResult):
 @dataclass
 class _Ahead:
     """The next decode step, started before anybody asked for it, with the best token of each of `lines` or the one sampled for
-    it, what was sampled from it by the `id()` of its line, and what the model knew."""
+    it; the `memory` it was made in, the recurrent state before it, and what the model knew. `samples`: what was sampled from it."""
 
     lines: list[SequenceCache]
-    group: _Group
-    batch: SequenceBatch | None
+    memory: SequenceCache | SequenceBatch
     state: list[list[Any]]
-    samples: dict[int, tuple[DeviceSamples, int]]
+    group: _Group
     hidden: list[Any]
+    samples: dict[SequenceCache, tuple[DeviceSamples, int]] = field(default_factory=dict)
 
 
 class Stepper:
@@ -141,33 +144,21 @@ class Stepper:
         """Append every chunk to its line; on any exception no line is longer, but what they hold can't be trusted."""
         # Whose next token is known here, sampled or by the engine's habit of taking the best one, can go on unasked.
         followed = [line.follows_best and c.tokens[0] == line.predicted for c, line in zip(chunks, lines, strict=True)]
-        result = MlxStepResult(self._n_vocab, lines, self._stream)
-        fresh: list[Any] = []
-        taken = self._take_ahead(chunks, lines, result)
-        rest = [i for i in range(len(chunks)) if i not in taken]
-        together = [i for i in rest if self._batchable(chunks[i], lines[i])] if not taken else []
-        if len(together) > 1:
-            self._call_batch(together, chunks, lines, result, fresh)
-            rest = [i for i in rest if i not in together]
-        for i in rest:
-            self._call_line(i, chunks[i], lines[i], result, fresh)
-        late = self._sample(chunks, result, taken, fresh)
-        if fresh:
+        result = MlxStepResult(self._n_vocab, chunks, lines, self._stream)
+        taken = self._take_ahead(result)
+        self._compute(result, taken)
+        late = self._sample(result, taken)
+        if result.fresh:
             # Apart from what is begun unasked, so that nobody waits for that. First what decides on the stream of the whole.
-            mx.async_eval(*fresh, *late)
+            mx.async_eval(*result.fresh, *late)
             late = []
         for chunk, line in zip(chunks, lines, strict=True):
             line.length += len(chunk.tokens)
         try:
-            known = [s is not None or (f and len(c.tokens) == 1 and c.sample is None)
-                     for s, f, c in zip(result.samples, followed, chunks, strict=True)]  # fmt: skip
-            going_on = [i for i, c in enumerate(chunks) if c.outputs and (len(c.tokens) == 1 or known[i])]
-            begun = []
-            if self._looks_ahead and going_on and all(known[i] for i in going_on):
-                begun = self._look_ahead(going_on, chunks, lines, result)
+            begun = self._look_ahead(result, self._continuing(result, followed))
             if begun or late:
                 mx.async_eval(*begun, *late)
-            mx.eval(result.chosen(), fresh)
+            mx.eval(result.chosen(), result.fresh)
         except Exception:
             for chunk, line in zip(chunks, lines, strict=True):
                 line.length -= len(chunk.tokens)
@@ -177,6 +168,16 @@ class Stepper:
         self.last = result
         return result
 
+    def _compute(self, result: MlxStepResult, taken: set[int]) -> None:
+        """Call the model with all chunks but those `taken`, whose outputs are under way."""
+        rest = [i for i in range(len(result.chunks)) if i not in taken]
+        together = [i for i in rest if self._batchable(result.chunks[i], result.lines[i])] if not taken else []
+        if len(together) > 1:
+            self._call_batch(together, result)
+            rest = [i for i in rest if i not in together]
+        for i in rest:
+            self._call_line(i, result)
+
     def _batchable(self, chunk: Chunk, line: SequenceCache) -> bool:
         """A decoding line: every token wants logits. Recurrent state would also read the padding of uneven chunks."""
         n = len(chunk.tokens)
@@ -184,42 +185,39 @@ class Stepper:
             return False
         return n == 1 or not self._layout.recurrent
 
-    def _call_batch(
-        self,
-        which: list[int],
-        chunks: Sequence[Chunk],
-        lines: list[SequenceCache],
-        result: MlxStepResult,
-        fresh: list[Any],
-    ) -> None:
+    def _call_batch(self, which: list[int], result: MlxStepResult) -> None:
+        """All chunks of these numbers in one call of the model."""
         batch = self.batch
-        batch.become([lines[i] for i in which])
-        chunk_of = {id(lines[i]): chunks[i] for i in which}
-        tokens = [list(chunk_of[id(line)].tokens) for line in batch.lines]
-        longest = max(map(len, tokens))
+        order, ids = batch.gather([result.lines[i] for i in which], [result.chunks[i].tokens for i in which])
+        rows = [which[at] for at in order]
         state = batch.snapshot() if self._layout.recurrent else []
-        if self._n_rewind:
-            for row, line in enumerate(batch.lines):
-                line.undo = Undo(line.length, tokens[row], [[a[row : row + 1] for a in s] for s in state])
-        batch.make_room(longest)
         self.hidden.clear()
-        logits = self.model(mx.array([t + [0] * (longest - len(t)) for t in tokens]), cache=batch.caches)
+        logits = self.model(ids, cache=batch.caches)
         hidden = self._take_hidden()
-        fresh.extend(hidden)
-        batch.moved([len(t) for t in tokens])
-        rows = logits.reshape(-1, self._n_vocab)
-        group = _Group(rows, mx.argmax(rows, axis=-1))
-        for i in which:
-            row = batch.row_of(lines[i])
-            result.pieces[i] = (group, row * longest, row * longest + len(chunks[i].tokens))
-            result.hidden[i] = [(rows, row, at) for rows in hidden for at in range(len(chunks[i].tokens))]
-        if any(chunks[i].sample is None for i in which):
-            fresh.append(group.best)
+        result.fresh.extend(hidden)
+        flat = logits.reshape(-1, self._n_vocab)
+        group = _Group(flat, mx.argmax(flat, axis=-1))
+        longest = int(ids.shape[1])
+        for row, i in enumerate(rows):
+            tokens = result.chunks[i].tokens
+            self._remember(result.lines[i], tokens, state, row)
+            result.pieces[i] = (group, row * longest, row * longest + len(tokens))
+            result.hidden[i] = [(known, row, at) for known in hidden for at in range(len(tokens))]
+        batch.advance([len(result.chunks[i].tokens) for i in rows])
+        if any(result.chunks[i].sample is None for i in which):
+            result.fresh.append(group.best)
         if self._layout.recurrent:
-            fresh.extend(arrays_of(batch.leaves))
+            result.fresh.extend(arrays_of(batch.leaves))
 
-    def _call_line(self, i: int, chunk: Chunk, line: SequenceCache, result: MlxStepResult, fresh: list[Any]) -> None:
-        line.alone()
+    def _remember(self, line: SequenceCache, tokens: Sequence[int], state: list[list[Any]], row: int) -> None:
+        """Row `row` of `state` is what was before `tokens`, which may be taken back."""
+        if self._n_rewind:
+            line.undo = Undo(line.length, list(tokens), row_of_state(state, row))
+
+    def _call_line(self, i: int, result: MlxStepResult) -> None:
+        """Chunk number `i` in a call of its own."""
+        chunk, line = result.chunks[i], result.lines[i]
+        line.leave_batch()
         tokens = [*line.replay, *chunk.tokens]
         if self._n_rewind:
             line.undo = Undo(line.computed, tokens, line.snapshot())
@@ -239,11 +237,11 @@ class Stepper:
             group = _Group(rows, mx.argmax(rows, axis=-1))
             result.pieces[i] = (group, 0, outputs)
             if chunk.sample is None:
-                fresh.append(group.best)
+                result.fresh.append(group.best)
         if not outputs or self._layout.recurrent:
-            fresh.extend(arrays_of(line.leaves))
+            result.fresh.extend(arrays_of(line.leaves))
         hidden = self._take_hidden()
-        fresh.extend(hidden)
+        result.fresh.extend(hidden)
         known = [(rows, 0, at) for rows in hidden for at in range(int(rows.shape[1]))]
         result.hidden[i] = known[-len(chunk.tokens) :]
 
@@ -257,73 +255,87 @@ class Stepper:
             ids = ids[:, most:]
         return ids
 
-    def _sample(self, chunks: Sequence[Chunk], result: MlxStepResult, taken: set[int], fresh: list[Any]) -> list[Any]:
+    def _sample(self, result: MlxStepResult, taken: set[int]) -> list[Any]:
         """Begin sampling what the chunks ask for and is not under way: all rows of one group together. What comes from logits of
-        this step goes with them into `fresh`. The rest is returned: it is sampled on a stream of its own, which is done before the
+        this step is `fresh` with them. The rest is returned: it is sampled on a stream of its own, which is done before the
         next step is, though that is begun in the same call."""
-        groups: dict[int, list[int]] = {}
-        for i, (chunk, piece) in enumerate(zip(chunks, result.pieces, strict=True)):
+        groups: dict[int, list[tuple[int, tuple[Any, int], SampleSpec]]] = {}
+        for i, (chunk, piece) in enumerate(zip(result.chunks, result.pieces, strict=True)):
             if chunk.sample is not None and piece is not None and result.samples[i] is None:
-                groups.setdefault(id(piece[0]), []).append(i)
+                wanted = (i, (piece[0].logits, piece[2] - 1), chunk.sample)
+                groups.setdefault(id(piece[0]), []).append(wanted)
         late: list[Any] = []
-        for which in groups.values():
-            pieces = [p for i in which if (p := result.pieces[i]) is not None]
-            asked = [d for i in which if (d := chunks[i].sample) is not None]
+        for group in groups.values():
+            which, places, asked = zip(*group, strict=True)
             begun = which[0] in taken
             with mx.stream(self._stream if begun else mx.default_stream(mx.default_device())):
-                rows = _gathered([(p[0].logits, p[2] - 1) for p in pieces])
-                sampled = sample(rows, asked, stream=self._stream if begun else None)
+                sampled = sample(_gathered(places), asked, stream=self._stream if begun else None)
             for at, i in enumerate(which):
                 result.samples[i] = (sampled, at)
-            (late if begun else fresh).append(sampled.tokens)
+            (late if begun else result.fresh).append(sampled.tokens)
         return late
 
     # --- one step ahead ------------------------------------------------------------------------------------------
 
-    def _look_ahead(
-        self, going_on: list[int], chunks: Sequence[Chunk], all_lines: list[SequenceCache], result: MlxStepResult
-    ) -> list[Any]:
+    def _continuing(self, result: MlxStepResult, followed: Sequence[bool]) -> list[int]:
+        """The chunks whose lines decode on, where what follows all of them is known; none where it isn't."""
+        known = []
+        for chunk, sampled, follows in zip(result.chunks, result.samples, followed, strict=True):
+            takes_best = follows and len(chunk.tokens) == 1 and chunk.sample is None
+            known.append(sampled is not None or takes_best)
+        which = [i for i, c in enumerate(result.chunks) if c.outputs and (len(c.tokens) == 1 or known[i])]
+        return which if self._looks_ahead and all(known[i] for i in which) else []
+
+    def _look_ahead(self, result: MlxStepResult, which: list[int]) -> list[Any]:
         """Build the next decode step with the best tokens of this one, or those sampled from it, before anybody has seen them:
         that then costs no time. Returns what is to be computed. If something else is asked for, positions are set back and it is
         forgotten. A batch that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
-        lines = [all_lines[i] for i in going_on]
-        if self.free() < len(lines) or any(line.replay for line in lines):
+        lines = [result.lines[i] for i in which]
+        if not lines or self.free() < len(lines) or any(line.replay for line in lines):
             return []
-        if len(lines) > 1 and not self.batch.is_of(lines):
-            return []
-        chunk_of = {id(line): i for i, line in zip(going_on, lines, strict=True)}
-        batch = self.batch if len(lines) > 1 else None
-        lines = list(batch.lines) if batch is not None else lines
-        order = [chunk_of[id(line)] for line in lines]
-        self.hidden.clear()
-        given = _gathered([self._chosen(result, i) for i in order])
-        if batch is None:
-            (line,) = lines
-            line.alone()
-            state = line.snapshot()
-            logits = self.model(given[:, None], cache=line.caches)[:, -1]
-            held = line.leaves
+        if len(lines) > 1:
+            if not self.batch.is_of(lines):
+                return []
+            chunk_of = dict(zip(lines, which, strict=True))
+            lines = list(self.batch.lines)
+            which = [chunk_of[line] for line in lines]
+        given = _gathered([self._chosen(result, i) for i in which])
+        self.ahead = self._call_ahead(lines, given)
+        arrays = self._sample_ahead(self.ahead, [result.chunks[i].sample for i in which], given)
+        held = arrays_of(self.ahead.memory.leaves) if self._layout.recurrent else []
+        return [*arrays, *self.ahead.hidden, *held]
+
+    def _call_ahead(self, lines: list[SequenceCache], given: Any) -> _Ahead:
+        """The model over one more token of each of `lines`, the rows of the batch or the only one."""
+        memory = lines[0] if len(lines) == 1 else self.batch
+        if isinstance(memory, SequenceCache):
+            memory.leave_batch()
         else:
-            state = batch.snapshot()
-            batch.make_room(1)
-            logits = self.model(given[:, None], cache=batch.caches)[:, -1]
-            batch.moved([1] * len(lines))
-            held = batch.leaves
-        group = _Group(logits, mx.argmax(logits, axis=-1))
-        asked = [chunks[i].sample for i in order]
-        # A row whose sampling depends on this token is only computed; the next step brings how it is sampled.
-        behind = [
-            (row, following) for row, d in enumerate(asked) if d is not None and (following := d.next()) is not None
-        ]
-        begun: dict[int, tuple[DeviceSamples, int]] = {}
-        what = [group.best] if None in asked else [] if len(behind) == len(asked) else [logits]
-        if behind:
-            rows = _gathered([(logits, row) for row, _ in behind])
-            ahead = sample(rows, [d for _, d in behind], drawn=_gathered([(given, row) for row, _ in behind]))
-            begun = {id(lines[row]): (ahead, at) for at, (row, _) in enumerate(behind)}
-            what.append(ahead.tokens)
-        self.ahead = _Ahead(lines, group, batch, state if self._layout.recurrent else [], begun, self._take_hidden())
-        return [*what, *self.ahead.hidden, *(arrays_of(held) if self._layout.recurrent else ())]
+            memory.make_room(1)
+        state = memory.snapshot() if self._layout.recurrent else []
+        self.hidden.clear()
+        logits = self.model(given[:, None], cache=memory.caches)[:, -1]
+        if isinstance(memory, SequenceBatch):
+            memory.advance([1] * len(lines))
+        return _Ahead(lines, memory, state, _Group(logits, mx.argmax(logits, axis=-1)), self._take_hidden())
+
+    @staticmethod
+    def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
+        """Begin sampling from the step ahead as the next one will ask; what is to be computed of its rows. A row whose sampling
+        depends on the token `given` is only computed; the next step brings how it is sampled."""
+        following = [None if spec is None else spec.next() for spec in asked]
+        specs = {row: spec for row, spec in enumerate(following) if spec is not None}
+        arrays: list[Any] = []
+        if None in asked:
+            arrays.append(ahead.group.best)
+        elif len(specs) < len(asked):
+            arrays.append(ahead.group.logits)
+        if specs:
+            rows = _gathered([(ahead.group.logits, row) for row in specs])
+            sampled = sample(rows, list(specs.values()), drawn=_gathered([(given, row) for row in specs]))
+            ahead.samples = {ahead.lines[row]: (sampled, at) for at, row in enumerate(specs)}
+            arrays.append(sampled.tokens)
+        return arrays
 
     @staticmethod
     def _chosen(result: MlxStepResult, i: int) -> tuple[Any, int]:
@@ -334,69 +346,65 @@ class Stepper:
         assert piece is not None
         return piece[0].best, piece[2] - 1
 
-    def _take_ahead(self, chunks: Sequence[Chunk], lines: list[SequenceCache], result: MlxStepResult) -> set[int]:
+    def _take_ahead(self, result: MlxStepResult) -> set[int]:
         """The chunks whose outputs are already under way; whatever else was started is set back."""
         ahead = self.ahead
         if ahead is None:
             return set()
-        rows = {id(line): row for row, line in enumerate(ahead.lines)}
-        asked = [i for i, line in enumerate(lines) if id(line) in rows]
-        fits = bool(asked) and all(
-            len(chunks[i].tokens) == 1 and chunks[i].outputs and chunks[i].tokens[0] == lines[i].predicted
-            for i in asked
-        )
+        rows = {line: row for row, line in enumerate(ahead.lines)}
+        asked = {i: rows[line] for i, line in enumerate(result.lines) if line in rows}
+        fits = bool(asked) and all(self._is_expected(result.chunks[i], result.lines[i]) for i in asked)
         if not fits or (self._layout.recurrent and len(asked) < len(ahead.lines)):
             self.undo_ahead()
             return set()
         self.ahead = None
-        for i in asked:
-            row = rows[id(lines[i])]
+        for i, row in asked.items():
+            chunk, line = result.chunks[i], result.lines[i]
             result.pieces[i] = (ahead.group, row, row + 1)
-            result.hidden[i] = [(rows, row, 0) for rows in ahead.hidden]
-            begun, wanted = ahead.samples.get(id(lines[i])), chunks[i].sample
-            if begun is not None and wanted == begun[0].asked[begun[1]]:
+            result.hidden[i] = [(known, row, 0) for known in ahead.hidden]
+            begun = ahead.samples.get(line)
+            if begun is not None and chunk.sample == begun[0].asked[begun[1]]:
                 result.samples[i] = begun
-            if self._n_rewind:
-                lines[i].undo = Undo(
-                    lines[i].length, list(chunks[i].tokens), [[a[row : row + 1] for a in s] for s in ahead.state]
-                )
-        taken = {id(lines[i]) for i in asked}
-        for line in ahead.lines:
-            if id(line) not in taken and line.id in self._lines:
-                line.place(line.computed)
+            self._remember(line, chunk.tokens, ahead.state, row)
+        self._set_back(line for line in ahead.lines if line not in result.lines)
         return set(asked)
+
+    @staticmethod
+    def _is_expected(chunk: Chunk, line: SequenceCache) -> bool:
+        """Is it the token that the step ahead was begun with?"""
+        return len(chunk.tokens) == 1 and bool(chunk.outputs) and chunk.tokens[0] == line.predicted
+
+    def _set_back(self, lines: Iterable[SequenceCache]) -> None:
+        """Those of `lines` that are still alive stand where they stood before they were stepped unasked."""
+        for line in lines:
+            if line.id in self._lines:
+                line.place(line.computed)
 
     def undo_ahead(self) -> None:
         ahead, self.ahead = self.ahead, None
-        if ahead is None:
-            return
-        for line in ahead.lines:
-            if line.id in self._lines:
-                line.place(line.computed)
-        if ahead.state:
-            (ahead.batch or ahead.lines[0]).restore(ahead.state)
+        if ahead is not None:
+            self._set_back(ahead.lines)
+            if ahead.state:
+                ahead.memory.restore(ahead.state)
 
     def settle(self, line: SequenceCache) -> None:
         """Set back what was started for `line` unasked, where its memory could not be read otherwise."""
-        if self.ahead is not None and self._layout.recurrent and any(x is line for x in self.ahead.lines):
+        if self.ahead is not None and self._layout.recurrent and line in self.ahead.lines:
             self.undo_ahead()
 
     def recurrent_state(self, line: SequenceCache) -> list[list[Any]]:
         """The arrays behind all tokens of `line`, whatever was started for it unasked."""
-        ahead = self.ahead if self.ahead is not None and any(x is line for x in self.ahead.lines) else None
-        held = (line.batch or line).snapshot() if ahead is None else ahead.state
-        if line.batch is None:
-            return held
-        row = line.batch.row_of(line)
-        return [[a[row : row + 1] for a in arrays] for arrays in held]
+        begun = self.ahead is not None and line in self.ahead.lines
+        held = self.ahead.state if self.ahead is not None and begun else (line.batch or line).snapshot()
+        return held if line.batch is None else row_of_state(held, line.batch.row_of(line))
 
     def lost(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
         """A step over `lines` failed: every line whose buffers it may have touched. Forgets what was begun."""
         ahead, self.ahead = self.ahead, None
-        touched = {id(x): x for x in [*lines, *(ahead.lines if ahead else ())]}
-        if any(x.batch is self.batch for x in touched.values()):
-            touched.update({id(x): x for x in self.batch.lines})
-        return list(touched.values())
+        touched = {*lines, *(ahead.lines if ahead else ())}
+        if any(line.batch is self.batch for line in touched):
+            touched.update(self.batch.lines)
+        return list(touched)
 
     def forget_dropped(self) -> None:
         """A line was dropped: what was begun for others stays begun, unless nobody is left."""
@@ -423,7 +431,7 @@ class Stepper:
         return sum(int(g.logits.nbytes) for g in {id(p[0]): p[0] for p in pieces if p is not None}.values())
 
 
-def _gathered(parts: list[tuple[Any, int]]) -> Any:
+def _gathered(parts: Sequence[tuple[Any, int]]) -> Any:
     """One array of the (array, row) given; the array itself where that is what they are."""
     array, rows = parts[0][0], [row for _, row in parts]
     if any(a is not array for a, _ in parts):
