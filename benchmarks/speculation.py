@@ -86,7 +86,7 @@ class Bench:
 
     def __init__(self, path: Path, draft: Path | None, *, cpu: bool = False, costs: list[float] | None = None) -> None:
         threads = int(cpu)
-        spec = LoadSpec(path=str(path), n_ctx=8192, n_seq_max=4, n_threads=threads, n_threads_batch=threads)
+        spec = LoadSpec(path=str(path), n_ctx=8192, n_seq_max=4, n_threads=threads)
         companion = draft is not None and bool(kind_of(draft))
         backend = backend_type.load(replace(spec, drafter=str(draft)) if companion else spec)
         small = backend_type.load(replace(spec, path=str(draft))) if draft and not companion else None

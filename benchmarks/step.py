@@ -39,7 +39,7 @@ TEXT = "The lighthouse keeper wrote down the weather every evening, and one day 
 
 def recorded(n_vocab: int, n: int = 24) -> tuple[Rows, Callable[[int], bytes]]:
     """Rows behind `n` tokens that SmolLM2 writes, widened; and how it spells tokens."""
-    backend = backend_type.load(LoadSpec(str(smollm2()), n_ctx=256, n_threads=1, n_threads_batch=1))
+    backend = backend_type.load(LoadSpec(str(smollm2()), n_ctx=256, n_threads=1))
     sequence = backend.new_sequence()
     tokens, rows = backend.tokenize(TEXT), []
     for _ in range(n):

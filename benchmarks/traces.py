@@ -230,9 +230,7 @@ class CellsOnly(Backend):
     """A backend that computes nothing: it counts cells, and exports each token as so many bytes."""
 
     def __init__(self, n_ctx: int) -> None:
-        self.capabilities = Capabilities(
-            "any", 0, shares_cells=True, segments=True, exact_batching=True, kv_types=("f16",)
-        )
+        self.capabilities = Capabilities("any", 0, shares_cells=True, segments=True, kv_types=("f16",))
         self.info = ModelInfo(
             architecture="cells", description="cells", fingerprint="cells", n_vocab=260, n_ctx=n_ctx, n_ctx_train=n_ctx,
             n_seq_max=16, n_batch=1024, n_outputs=64, n_params=0, weights_bytes=0, eog_tokens=(2,), bos_token=1, eos_token=2,

@@ -13,9 +13,8 @@ class Placement:
     `gpu_layers`: the last so many layers, the output counted as one, are the accelerators' (-1 = all; 0 = no accelerator
     is used at all). Of them the routed experts of the model's first `experts_on_host` layers stay in system memory all the
     same (-1 = of all). `tensor_split`: each accelerator's share of the layers, in order (empty: by free memory).
-    `split_mode`: "layer" = whole layers to each, "row" = every matrix over all, "none" = all on the one numbered
-    `main_gpu`. `cards`: the accelerators that are used, by their places in the order of PCI addresses (empty: all);
-    shares and `main_gpu` are of those. `kv_on_host`: KV and attention stay in system memory. `weights`: "mapped" from the
+    `cards`: the accelerators that are used, by their places in the order of PCI addresses (empty: all); shares are of those.
+    `kv_on_host`: KV and attention stay in system memory. `weights`: "mapped" from the
     file, "read" into memory, "locked" there, or "auto". `tables`: rows of lookup tables from "disk", "memory" or "auto".
     `layout`: "stored" = the processor multiplies weights as they lie in the file, also those that the engine would lay out
     anew for it ("auto").
@@ -25,8 +24,6 @@ class Placement:
     gpu_layers: int = -1
     experts_on_host: int = 0
     tensor_split: tuple[float, ...] = ()
-    split_mode: Literal["layer", "row", "none"] = "layer"
-    main_gpu: int = 0
     cards: tuple[int, ...] = ()
     kv_on_host: bool = False
     weights: Literal["auto", "mapped", "read", "locked"] = "auto"

@@ -43,7 +43,6 @@ class LoadSpec:
     n_seq_max: int = 8
     n_batch: int = 0
     n_threads: int = 0
-    n_threads_batch: int = 0
     kv_type_k: KvType = "f16"
     kv_type_v: KvType = "f16"
     flash_attention: bool = True
@@ -80,7 +79,6 @@ class Capabilities:
     Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
     `states`: the same, but a sequence can be stepped only with the state behind its last token (windows, recurrent layers),
     which is kept apart from its KV.
-    `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
     `drafts`: longest draft (tokens) that heads loaded with it write (`Backend.draft`); 0 = there are none. `draft_kind`: which
     ("mtp": the model's own; "eagle3", "dflash", "assistant": `LoadSpec.drafter`; "": none). Those of "dflash" are made in one pass.
     `sliced_prefill`: prompts can be read beside the steps (`Backend.slice_prefill`).
@@ -98,7 +96,6 @@ class Capabilities:
     rewind_tokens: int
     shares_cells: bool
     segments: bool
-    exact_batching: bool
     kv_types: tuple[KvType, ...]
     drafts: int = 0
     draft_kind: str = ""

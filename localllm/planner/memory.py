@@ -259,7 +259,7 @@ def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
     """What each of several cards, and the host, hold more where llama.cpp has them work on one micro-batch each: further
     copies of a step's inputs, mask and hidden states. It does where every layer is a card's and nothing is placed apart."""
     placed = settings.placement
-    if n_cards < 2 or placed.is_split or placed.split_mode != "layer":
+    if n_cards < 2 or placed.is_split:
         return 0
     inputs = _F16 * _attention_mask_cells(model, settings) + _F32 * model.hidden_size
     return (_PIPELINE_COPIES - 1) * inputs * settings.n_batch
@@ -321,7 +321,7 @@ def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: D
     on_disk = min(host_weights, places.disk_bytes(model, variant, settings))
     cards: tuple[int, ...] = ()
     limits = cards_limits(device)
-    if n_cards > 1 and placed.split_mode == "layer":
+    if n_cards > 1:
         split = placed.tensor_split or limits
         # A drafter beside the model is divided as the model is.
         each = places.as_split(rows, split, n_cards)

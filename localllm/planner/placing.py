@@ -80,7 +80,7 @@ def over_cards(device: Device, model: Model, variant: Variant, settings: RunSett
     """`settings` with the layers counted out to each of several cards; unchanged for one, or where that was said."""
     placed = settings.placement
     device = places.used(device, placed)
-    if device.n_gpus < 2 or device.kind != "discrete" or placed.tensor_split or placed.split_mode != "layer":
+    if device.n_gpus < 2 or device.kind != "discrete" or placed.tensor_split:
         return settings
     rows = memory.layer_ledger(model, variant, settings).device_layers(placed)
     if not rows:

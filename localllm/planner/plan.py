@@ -262,7 +262,7 @@ class _Run:
         in steps that cost no points. What is behind the best so far is not looked at."""
         device, purpose = self.device, self.purpose
         wanted = wanted.with_kv_type(kv_types[0])
-        free = self.overrides.offload.tensor_split is None and wanted.placement.split_mode == "layer"
+        free = self.overrides.offload.tensor_split is None
         chosen = placing.choices(device) if free else ((),)
         splits = device.kind == "discrete" and device.host is not None and backend_of(self.variant).splits
 

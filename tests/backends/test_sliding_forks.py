@@ -13,7 +13,7 @@ from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 
-SPEC = {"n_ctx": 2048, "n_seq_max": 4, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1}
+SPEC = {"n_ctx": 2048, "n_seq_max": 4, "n_batch": 64, "n_threads": 1}
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,7 @@ def test_runs_are_those_of_tokens_taken_one_after_the_other(steps: list[list[int
 
 def test_llama_cpp_counts_the_runs_of_what_was_decoded_together(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
-    backend = llamacpp.load(LoadSpec(str(path), n_ctx=256, n_threads=1, n_threads_batch=1))
+    backend = llamacpp.load(LoadSpec(str(path), n_ctx=256, n_threads=1))
     a, b = backend.new_sequence(), backend.new_sequence()
     backend.step([Chunk(a, list(range(10, 40)))])
     backend.step([Chunk(b, list(range(10, 40)))])

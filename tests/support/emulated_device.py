@@ -99,7 +99,7 @@ class EmulatedDevice(Backend):
         self.steps = self.copied_bytes = 0
         self.chunks: list[list[int]] = []
         self.capabilities = Capabilities(
-            rewind="any", rewind_tokens=0, shares_cells=True, segments=True, exact_batching=True, kv_types=("f16",),
+            rewind="any", rewind_tokens=0, shares_cells=True, segments=True, kv_types=("f16",),
             kv_on_device=True, asynchronous=asynchronous, samples=top > 0,
         )  # fmt: skip
         self.info = ModelInfo(

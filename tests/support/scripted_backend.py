@@ -84,7 +84,6 @@ class ScriptedBackend(Backend):
             shares_cells=True,
             segments=segments,
             states=states,
-            exact_batching=True,
             kv_types=("f16",),
         )
         self.info = ModelInfo(

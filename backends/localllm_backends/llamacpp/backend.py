@@ -93,7 +93,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             shares_cells=True,
             segments=plain or self._states is not None,
             states=self._states is not None,
-            exact_batching=False,
             kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
             threaded=True,
             compares_kv=True,

@@ -20,7 +20,6 @@ from localllm_backends.llamacpp.native import GGML_TYPES, cause, ggml_function, 
 from localllm_backends.llamacpp.threads import usable_cores
 
 _CPU_DEVICE = 0  # ggml-backend.h: enum ggml_backend_dev_type
-_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama.h: enum llama_split_mode
 _LOAD_MODES = {"auto": -1, "read": 0, "mapped": 1, "locked": 3}  # llama.h: enum llama_load_mode
 _LAZY_MODES = {"memory": 0, "auto": 1, "disk": 2}  # llama.h: enum llama_lazy_mode
 # As llama.cpp's own tools name them; `ch` are experts chunked over several tensors.
@@ -50,7 +49,6 @@ def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
     placed = spec.placement
     params = llama.llama_model_default_params()
     offload(params, spec.n_gpu_layers)
-    params.split_mode, params.main_gpu = _SPLIT_MODES[placed.split_mode], placed.main_gpu
     params.load_mode, params.lazy_mode = _LOAD_MODES[placed.weights], _LAZY_MODES[placed.tables]
     params.use_extra_bufts = placed.layout != "stored"
     kept: list[Any] = []
@@ -157,7 +155,6 @@ def new_context(
     llama = start_native()
     params = llama.llama_context_default_params()
     n_batch = n_batch or spec.n_batch or _MICRO_BATCH
-    threads = spec.n_threads or usable_cores()
     params.n_ctx = served_context(model, spec)
     params.n_ubatch = n_batch
     params.n_batch = (
@@ -177,8 +174,7 @@ def new_context(
         # Beside what the model holds, room for what is being drafted, and for what a fork has to read for itself.
         params.n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
         params.n_rs_seq = 0
-    params.n_threads = threads
-    params.n_threads_batch = spec.n_threads_batch or threads
+    params.n_threads = params.n_threads_batch = spec.n_threads or usable_cores()
     # AUTO, not ON: where a device lacks the kernel, ON would silently compute attention on the CPU.
     params.flash_attn_type = _FLASH_AUTO if spec.flash_attention else _FLASH_OFF
     params.type_k = GGML_TYPES[spec.kv_type_k]

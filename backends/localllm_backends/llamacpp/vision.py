@@ -104,7 +104,7 @@ class Projector:
         params.print_timings = False
         # Its buffers are there from the beginning: an image never finds the memory gone that loading was given.
         params.warmup = True
-        self._n_threads = spec.n_threads_batch or spec.n_threads or usable_cores()
+        self._n_threads = spec.n_threads or usable_cores()
         params.n_threads = self._n_threads
         params.flash_attn_type = _FLASH_AUTO if spec.flash_attention else _FLASH_OFF
         log.mark()

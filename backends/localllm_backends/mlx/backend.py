@@ -96,7 +96,6 @@ class MlxBackend(OwnedBackend):
             shares_cells=False,
             segments=layout.plain or apart,
             states=apart,
-            exact_batching=False,
             kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
             # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far away.
             samples=on_gpu and loaded.n_shares == 1,

@@ -39,7 +39,7 @@ _HALF_FAMILIES = {"llama", "mistral", "qwen3_5_moe"}
 
 def check_spec(spec: LoadSpec) -> None:
     """LoadError for what MLX has no setting for: nothing asked for is quietly left out."""
-    if spec.n_threads or spec.n_threads_batch:
+    if spec.n_threads:
         raise LoadError("MLX has no setting for CPU threads: leave the number of threads to it")
     if not spec.flash_attention:
         raise LoadError("MLX has one attention kernel and no setting to turn it off")
