@@ -9,7 +9,7 @@ from localllm_backends.contract import BackendFailure
 from localllm_backends.control_text import ReadAnyway
 
 
-class Vocabulary(ABC):
+class TokenBytes(ABC):
     """What a Backend says of its tokens (see `contract.Backend`).
 
     `controls`: how its control tokens are written; `added`: the other tokens that a tokenizer reads out of any text."""

@@ -11,13 +11,13 @@ from localllm_backends.contract import LoadSpec, ModelInfo
 from localllm_backends.control_text import LiteralText
 from localllm_backends.llamacpp.native import c_string, token_piece
 from localllm_backends.llamacpp.weights import kv_meaning
-from localllm_backends.vocabulary import Vocabulary
+from localllm_backends.vocabulary import TokenBytes
 
 # Longer texts are read in pieces of about so many characters.
 PIECE_CHARS = 2**14
 
 
-class LlamaCppVocabulary(Vocabulary):
+class LlamaCppVocabulary(TokenBytes):
     def __init__(self, llama: Any, model: Any) -> None:
         self._llama = llama
         self._vocab = llama.llama_model_get_vocab(model)

@@ -9,7 +9,7 @@ from typing import Any
 
 from localllm_backends.contract import LoadError
 from localllm_backends.control_text import LiteralText
-from localllm_backends.vocabulary import Vocabulary
+from localllm_backends.vocabulary import TokenBytes
 
 # Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives them
 # (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
@@ -44,7 +44,7 @@ def byte_of_char() -> dict[str, int]:
     return table
 
 
-class MlxVocabulary(Vocabulary):
+class MlxVocabulary(TokenBytes):
     """Pure over its files."""
 
     def __init__(self, folder: Path, config: dict[str, Any], n_vocab: int) -> None:
