@@ -48,7 +48,7 @@ async def draw(app: ChatApp) -> None:
     app.chat.titles_after_s = None
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: app.chat.client.ready and app.chat.n_ctx is not None)
-        app.chat.composer.insert(QUESTION)
+        app.page.composer.insert(QUESTION)
         await pilot.press("enter")
         await until(pilot, lambda: not app.chat.answering)
         await pilot.pause(0.5)

@@ -87,7 +87,7 @@ class Driver:
         raise TimeoutError
 
     async def type(self, text: str) -> None:
-        self.app.chat.composer.insert(text)
+        self.app.page.composer.insert(text)
         await self.pilot.pause()
 
     async def press(self, *keys: str) -> None:

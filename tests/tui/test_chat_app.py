@@ -148,11 +148,11 @@ def test_a_question_sent_during_an_answer_waits_for_its_end(drive: Any, server: 
         await d.send("first?")
         await d.until(lambda: "slow" in d.screen())
         await d.send("second?")
-        assert d.app.chat.composer.text == "second?"
+        assert d.app.page.composer.text == "second?"
         assert "sent when this answer ends" in d.screen()
         gate.opened.set()
         await d.until(lambda: len(server.requests) == 2 and not d.app.chat.answering)
-        assert d.app.chat.composer.text == ""
+        assert d.app.page.composer.text == ""
 
     drive(play)
     assert [m["content"] for m in server.requests[1]["messages"]] == ["first?", "slow", "second?"]
@@ -173,7 +173,7 @@ def test_a_waiting_question_is_not_sent_once_it_is_changed_or_the_answer_stopped
         gate.opened.set()
         await d.until(lambda: not d.app.chat.answering)
         await d.pilot.pause()
-        assert d.app.chat.composer.text.startswith("second?")
+        assert d.app.page.composer.text.startswith("second?")
 
     drive(play)
     assert len(server.requests) == 1
@@ -205,11 +205,11 @@ def test_scrolling_up_is_respected_while_text_arrives(drive: Any, server: Script
         await d.until(lambda: "line 59" in d.screen())
         await d.press("pageup", "pageup")
         await d.until(lambda: "line 59" not in d.screen())
-        before = d.app.chat.transcript.scroll_y
+        before = d.app.page.transcript.scroll_y
         gate.opened.set()
         await d.until(lambda: not d.app.chat.answering)
         await d.pilot.pause()
-        assert d.app.chat.transcript.scroll_y == before
+        assert d.app.page.transcript.scroll_y == before
         await d.press("pagedown", "pagedown", "pagedown")
         await d.until(lambda: "the very end" in d.screen())
 

@@ -137,14 +137,14 @@ def test_edit_asks_differently_and_the_old_question_stays_beside_it(
         await d.ask("a")
         await d.ask("b")
         await d.type("a draft")
-        d.app.chat.composer.replace_text("")
+        d.app.page.composer.replace_text("")
         await d.send("/edit last")
-        assert d.app.chat.composer.text == "b"
+        assert d.app.page.composer.text == "b"
         await d.ask("!")
-        assert [w.text for w in d.app.chat.transcript.query(QuestionView)] == ["a", "b!"]
-        assert [w.text for w in d.app.chat.transcript.query(AnswerView)] == ["one", "three"]
+        assert [w.text for w in d.app.page.transcript.query(QuestionView)] == ["a", "b!"]
+        assert [w.text for w in d.app.page.transcript.query(AnswerView)] == ["one", "three"]
         assert "◂ 2/2 ▸" in d.screen()
-        assert d.app.chat.composer.text == ""  # and no stray command
+        assert d.app.page.composer.text == ""  # and no stray command
 
     drive(play)
     assert len(history.list()) == 1
@@ -160,10 +160,10 @@ def test_an_edit_given_up_changes_nothing(drive: Any, server: ScriptedServer, hi
         await d.ask("a")
         await d.send("/edit")
         await d.press("escape")
-        assert d.app.chat.composer.text == ""
+        assert d.app.page.composer.text == ""
         await d.ask("/new")
         await d.ask("/continue")
-        assert d.app.chat.composer.text == ""
+        assert d.app.page.composer.text == ""
 
     drive(play)
     assert len(history.list()) == 1
@@ -279,13 +279,13 @@ def test_an_unsent_draft_survives(drive: Any, server: ScriptedServer) -> None:
         await d.press("ctrl+q")
 
     async def second(d: Driver) -> None:
-        assert d.app.chat.composer.text == "half a thou"
+        assert d.app.page.composer.text == "half a thou"
         await d.ask("ght")
         await d.type("more")
         await d.send("/unused")  # a command with the draft in it is not a question
 
     async def third(d: Driver) -> None:
-        assert d.app.chat.composer.text == ""
+        assert d.app.page.composer.text == ""
 
     drive(first)
     drive(second)
@@ -305,9 +305,9 @@ def test_an_unknown_command_is_explained_and_never_sent(drive: Any, server: Scri
 def test_tab_completes_a_command(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("/", "s", "a", "v", "tab")
-        assert d.app.chat.composer.text == "/save"  # or /save-prompt
+        assert d.app.page.composer.text == "/save"  # or /save-prompt
         await d.press("-", "tab")
-        assert d.app.chat.composer.text == "/save-prompt "
+        assert d.app.page.composer.text == "/save-prompt "
 
     drive(play)
 
@@ -320,14 +320,14 @@ def test_up_brings_back_questions_and_down_leaves_them(drive: Any, server: Scrip
         await d.ask("first")
         await d.ask("second")
         await d.press("up")
-        assert d.app.chat.composer.text == "second"
+        assert d.app.page.composer.text == "second"
         await d.press("up")
-        assert d.app.chat.composer.text == "first"
+        assert d.app.page.composer.text == "first"
         await d.press("down", "down")
-        assert d.app.chat.composer.text == ""
+        assert d.app.page.composer.text == ""
         await d.type("mine")
         await d.press("up")
-        assert d.app.chat.composer.text == "mine"
+        assert d.app.page.composer.text == "mine"
 
     drive(play)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from localllm.conversation.history import History, StoredMessage
 from localllm_tui.control.session import Session
-from localllm_tui.screens.chat_view import TURNS_SHOWN
 from localllm_tui.screens.picker import ConversationPicker
+from localllm_tui.screens.turn_window import TURNS_SHOWN
 from localllm_tui.widgets.transcript import TurnView
 from localllm_tui.widgets.turns import EarlierTurns
 from tui.conftest import Driver
@@ -28,7 +28,7 @@ def _said(history: History, *texts: str) -> Session:
 
 
 def _shown(d: Driver) -> list[str]:
-    return [w.text for w in d.app.chat.transcript.query(TurnView)]
+    return [w.text for w in d.app.page.transcript.query(TurnView)]
 
 
 async def _panel(d: Driver, key: str = "ctrl+o") -> None:
@@ -51,8 +51,8 @@ def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history:
         await d.press("down", "enter")
         await d.until(lambda: not isinstance(d.app.screen, ConversationPicker))
         await d.until(lambda: _shown(d) == ["rivers", "the Danube and others", "more"])
-        assert d.app.chat.transcript.selected is not None
-        assert d.app.chat.transcript.selected.text == "the Danube and others"
+        assert d.app.page.transcript.selected is not None
+        assert d.app.page.transcript.selected.text == "the Danube and others"
 
     drive(play)
 
@@ -85,10 +85,10 @@ def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history
         await d.press(*"needle")
         assert "1 turn" in d.screen()
         await d.press("enter")
-        await d.until(lambda: d.app.chat.transcript.selected is not None)
+        await d.until(lambda: d.app.page.transcript.selected is not None)
         await d.until(lambda: "turn 3 with a needle" in d.screen())
         await d.press("escape")
-        assert d.app.chat.composer.has_focus
+        assert d.app.page.composer.has_focus
 
     drive(play, resume=session.id)
 
@@ -124,7 +124,7 @@ def test_the_next_and_the_one_before_are_a_key_away_and_each_hit_is_marked(drive
         await d.until(lambda: "paragraph 1" in d.screen() and "NEEDLE" in d.reversed())
         await d.press("escape")
         await d.until(lambda: "NEEDLE" not in d.reversed())
-        assert d.app.chat.composer.has_focus
+        assert d.app.page.composer.has_focus
         assert "Enter sends" in d.screen()
 
     drive(play, resume=session.id, size=(100, 30))
@@ -172,8 +172,8 @@ def test_of_two_thousand_turns_those_on_screen_are_drawn(drive: Any, history: Hi
 
     async def play(d: Driver) -> None:
         await d.send("/continue")
-        await d.until(lambda: bool(d.app.chat.transcript.views) and "turn 2000" in d.screen())
-        assert len(d.app.chat.transcript.views) == TURNS_SHOWN
-        assert d.app.chat.transcript.query_one(EarlierTurns)
+        await d.until(lambda: bool(d.app.page.transcript.views) and "turn 2000" in d.screen())
+        assert len(d.app.page.transcript.views) == TURNS_SHOWN
+        assert d.app.page.transcript.query_one(EarlierTurns)
 
     drive(play, size=(120, 40))

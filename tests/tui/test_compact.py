@@ -9,6 +9,7 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm_tui import line_chat
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.session import Session
 from tui.conftest import Driver
@@ -132,7 +133,7 @@ def test_line_by_line_compact_asks_again(
     server.play(FULL)
     server.play(LEFT_OUT, Say(["two"]), Finish())
     monkeypatch.setattr("sys.stdin", io.StringIO("first\n/compact\n/quit\n"))
-    line_chat.talk(ChatClient(server.base_url), "scripted", Session(history, "scripted"))
+    line_chat.talk(ChatOptions(ChatClient(server.base_url), history, "scripted"))
     out = capsys.readouterr()
     assert "two" in out.out
     assert "/compact leaves out the oldest messages and asks again" in out.err

@@ -10,7 +10,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 
 from localllm_tui.control.meter import AnswerMeter
 from localllm_tui.control.terminal import NOTICE_SEEN, notice
-from localllm_tui.screens import chat_streaming
+from localllm_tui.screens import chat
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say
 
@@ -41,7 +41,7 @@ def test_of_a_long_answer_one_who_looks_away_is_told(
 ) -> None:
     written: list[str] = []
     monkeypatch.setattr(HeadlessDriver, "write", lambda _, data: written.append(data))
-    monkeypatch.setattr(chat_streaming, "LONG_S", seconds)
+    monkeypatch.setattr(chat, "LONG_S", seconds)
     gate = Gate()
     server.play(gate, Say(["here it is"]), Finish())
 

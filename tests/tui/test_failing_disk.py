@@ -63,9 +63,9 @@ def test_a_whole_answer_that_was_refused_is_sent_along_and_written_before_the_ne
         assert texts(history) == ["q"]
         await d.send("r " * 9000)  # refused: there is no room for it either
         await d.until(lambda: "still in the input" in d.screen())
-        assert d.app.chat.composer.text.startswith("r r")
+        assert d.app.page.composer.text.startswith("r r")
         disk.free()
-        d.app.chat.composer.replace_text("")
+        d.app.page.composer.replace_text("")
         await d.ask("r")
 
     drive(play, server_=server)

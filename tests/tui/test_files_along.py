@@ -46,8 +46,8 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server:
         await d.until(lambda: "1 file" in d.screen() and "1 files" not in d.screen() and "engine.py" in d.screen())
         await d.press("enter")
         await d.until(lambda: bool(d.app.chat.attached))
-        assert d.app.chat.composer.text == "look at @engine.py "
-        assert "engine.py" in str(d.app.chat.composer.border_title)
+        assert d.app.page.composer.text == "look at @engine.py "
+        assert "engine.py" in str(d.app.page.composer.border_title)
         await d.press("enter")
         await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
 
@@ -90,7 +90,7 @@ def test_a_file_that_can_not_go_along_is_not_taken(drive: Any, server: ScriptedS
         await d.press("enter")
         assert "long.txt can't go along" in d.screen()
         await d.press("escape")
-        assert d.app.chat.composer.text == "@"
+        assert d.app.page.composer.text == "@"
         assert not d.app.chat.attached
 
     drive(play)
@@ -100,7 +100,7 @@ def test_an_at_within_a_word_is_a_letter(drive: Any, folder: Path) -> None:
     async def play(d: Driver) -> None:
         await d.press(*"me", "@", *"home")
         assert not isinstance(d.app.screen, FilePicker)
-        assert d.app.chat.composer.text == "me@home"
+        assert d.app.page.composer.text == "me@home"
 
     drive(play)
 
@@ -124,11 +124,11 @@ def test_a_file_dropped_goes_along_and_can_be_taken_back(drive: Any, server: Scr
     async def play(d: Driver) -> None:
         d.app.post_message(events.Paste(f"'{folder / 'notes.txt'}'"))
         await d.until(lambda: bool(d.app.chat.attached))
-        assert d.app.chat.composer.text == ""
+        assert d.app.page.composer.text == ""
         await d.ask("/attach -")
         assert not d.app.chat.attached
         d.app.post_message(events.Paste("/etc/nothing like a path"))
-        await d.until(lambda: bool(d.app.chat.composer.text))
+        await d.until(lambda: bool(d.app.page.composer.text))
         await d.press("enter")
         await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
 
@@ -148,7 +148,7 @@ def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(drive:
         await d.until(lambda: "pasted-1.txt" in d.screen())
         d.app.post_message(events.Paste(pasted))
         await d.until(lambda: "can't fit" in d.screen())
-        assert d.app.chat.composer.text == "draft"
+        assert d.app.page.composer.text == "draft"
         await d.press("enter")
         await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
 

@@ -71,7 +71,7 @@ def test_ctrl_d_in_a_text_removes_and_in_an_empty_input_quits(drive: Any) -> Non
         left = counted_exits(d)
         await d.type("abc")
         await d.press("home", "ctrl+d")
-        assert d.app.chat.composer.text == "bc"
+        assert d.app.page.composer.text == "bc"
         await d.press("ctrl+o", "x", "home", "ctrl+d")
         assert left == []
         await d.press("escape", "ctrl+d", "ctrl+d")
@@ -87,9 +87,9 @@ def test_ctrl_c_clears_then_quits_on_the_second(drive: Any) -> None:
         left = counted_exits(d)
         await d.type("a question")
         await d.press("ctrl+c")
-        assert d.app.chat.composer.text == ""
+        assert d.app.page.composer.text == ""
         await d.press("ctrl+z")
-        assert d.app.chat.composer.text == "a question"
+        assert d.app.page.composer.text == "a question"
         await d.press("ctrl+c", "ctrl+c")
         assert left == []
         await d.press("ctrl+c")
@@ -107,7 +107,7 @@ def test_the_wheel_loads_earlier_turns_up_to_the_first(drive: Any, history: Hist
         answer.finish({"finish_reason": "stop"})
 
     async def play(d: Driver) -> None:
-        transcript = d.app.chat.transcript
+        transcript = d.app.page.transcript
         await d.until(lambda: transcript.max_scroll_y > 0)
 
         def turned() -> bool:
@@ -221,14 +221,14 @@ def test_a_slash_offers_commands_that_arrows_choose_and_enter_runs(drive: Any) -
         await d.press("slash")
         await d.until(lambda: "start a new conversation" in d.screen())
         await d.press("z")
-        assert d.app.chat.composer.menu.chosen is None  # nothing is called so
+        assert d.app.page.composer.menu.chosen is None  # nothing is called so
         await d.press("ctrl+c", *"/ampl")
         await d.until(lambda: "how answers are drawn" in d.screen())  # a part of the name is enough
         await d.press("tab")
-        assert d.app.chat.composer.text == "/sampling "
+        assert d.app.page.composer.text == "/sampling "
         await d.press("ctrl+c", "slash", "t", "down", "enter")
-        await d.until(lambda: d.app.chat.composer.text == "")
+        await d.until(lambda: d.app.page.composer.text == "")
         await d.press(*"/att", "enter")
-        assert d.app.chat.composer.text == "/attach "  # it wants a file
+        assert d.app.page.composer.text == "/attach "  # it wants a file
 
     drive(play)

@@ -117,7 +117,7 @@ def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, s
                     async with app.run_test(size=(100, 30)) as pilot:
 
                         async def ask(text: str) -> None:
-                            app.chat.composer.insert(text)
+                            app.page.composer.insert(text)
                             await pilot.pause()
                             await pilot.press("enter")
                             await pilot.pause()

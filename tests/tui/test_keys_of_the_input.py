@@ -30,7 +30,7 @@ OTHERS = ["é", "o\u0302\u0323", "👍🏽", "1️⃣", "❤️", "🏴󠁧󠁢�
 @pytest.mark.parametrize("characters", [KINDS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["kinds", "others"])
 def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(drive: Any, characters: list[str]) -> None:
     async def play(d: Driver) -> None:
-        box = d.app.chat.composer
+        box = d.app.page.composer
         for alone in characters:
             await d.type(f"x{alone}y\nz{alone}")
             await d.press("backspace")
@@ -60,7 +60,7 @@ def test_enter_takes_what_is_typed_and_not_what_was_offered_before(drive: Any, s
 
     async def play(d: Driver) -> None:
         await d.type("/comp")
-        await d.until(lambda: d.app.chat.composer.menu.chosen is not None)
+        await d.until(lambda: d.app.page.composer.menu.chosen is not None)
         for key in ("ctrl+u", "h", "i", "enter"):  # faster than the menu follows
             d.app.post_message(events.Key(key, key if len(key) == 1 else None))
         await d.until(lambda: bool(server.requests) or "nothing to compare" in d.screen())
@@ -87,7 +87,7 @@ def test_what_is_typed_overtakes_no_key(drive: Any, where: str) -> None:
     """However fast they come: all of them are on their way before the first is taken."""
 
     async def play(d: Driver) -> None:
-        box: Any = d.app.chat.composer
+        box: Any = d.app.page.composer
         if where == "search":
             await d.press("ctrl+r")
             box = d.app.screen.query_one(Input)
@@ -111,7 +111,7 @@ def test_many_flags_are_taken_one_by_one(drive: Any) -> None:
         await d.type("🇩🇪🇫🇷🇯🇵")
         for left in ("🇩🇪🇫🇷", "🇩🇪", ""):
             await d.press("backspace")
-            assert d.app.chat.composer.text == left
+            assert d.app.page.composer.text == left
 
     drive(play)
 
@@ -131,15 +131,15 @@ def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(drive: Any, histo
         await d.press("ctrl+r")
         await d.until(lambda: "3 questions" in d.screen())
         await d.press("ctrl+r", "down", "up", "enter")
-        await d.until(lambda: d.app.chat.composer.text == "and a buoy?")
+        await d.until(lambda: d.app.page.composer.text == "and a buoy?")
         await d.press("ctrl+c", *"ligh", "ctrl+r")
         await d.until(
             lambda: isinstance(d.app.screen, AskedPicker) and d.app.screen.query_one(OptionList).option_count == 1
         )
         await d.press("enter")
-        await d.until(lambda: d.app.chat.composer.text == "what is a lighthouse?")
+        await d.until(lambda: d.app.page.composer.text == "what is a lighthouse?")
         await d.press("ctrl+r", "escape")
-        assert d.app.chat.composer.text == "what is a lighthouse?"
+        assert d.app.page.composer.text == "what is a lighthouse?"
 
     drive(play)
 

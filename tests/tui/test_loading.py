@@ -66,7 +66,7 @@ def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(drive: A
         await d.until(lambda: "it needs 40.0 GB" in d.screen())
         assert "take a smaller one" in d.screen()
         assert "/model shows what else" in d.screen()
-        assert d.app.chat.composer.text == "half a thought"
+        assert d.app.page.composer.text == "half a thought"
         await d.press("enter")  # asked again, since memory may be free by now
         await d.until(lambda: not d.app.chat.answering)
         assert "here" in d.screen()

@@ -42,18 +42,18 @@ def test_all_of_a_long_answer_is_there_when_one_scrolls(drive: Any, server: Scri
     async def play(d: Driver) -> None:
         await d.ask("go on")
         await d.until(lambda: "the very end" in d.screen())
-        height = d.app.chat.transcript.virtual_size.height
+        height = d.app.page.transcript.virtual_size.height
         seen: list[str] = []
-        while d.app.chat.transcript.scroll_y > 0:
+        while d.app.page.transcript.scroll_y > 0:
             await d.press("pageup")
-            await d.until(lambda: d.app.chat.transcript.scroll_y == d.app.chat.transcript.scroll_target_y)
+            await d.until(lambda: d.app.page.transcript.scroll_y == d.app.page.transcript.scroll_target_y)
             seen += [line.strip() for line in d.screen().splitlines()]
-        assert d.app.chat.transcript.virtual_size.height == height  # nothing jumps
+        assert d.app.page.transcript.virtual_size.height == height  # nothing jumps
         for n in range(1, 5):
             assert any(f"Section {n}" in line for line in seen), n
         assert any(line.endswith("go on") for line in seen)
         await d.pilot.resize_terminal(100, 30)
-        await d.until(lambda: d.app.chat.transcript.virtual_size.height != height)
+        await d.until(lambda: d.app.page.transcript.virtual_size.height != height)
         await d.press(*["pagedown"] * 60)
         await d.until(lambda: "the very end" in d.screen())
 
@@ -67,10 +67,10 @@ def test_a_stored_long_answer_looks_as_it_did(drive: Any, server: ScriptedServer
     async def play(d: Driver) -> None:
         await d.ask("go on")
         await d.until(lambda: "the very end" in d.screen())
-        shown, height = d.screen(), d.app.chat.transcript.virtual_size.height
+        shown, height = d.screen(), d.app.page.transcript.virtual_size.height
         await reopen(d)
         await d.until(lambda: "the very end" in d.screen())
-        await d.until(lambda: d.app.chat.transcript.virtual_size.height == height)
+        await d.until(lambda: d.app.page.transcript.virtual_size.height == height)
         assert d.screen() == shown
         assert d.app.screen.query_one(AnswerView).text == said
 

@@ -8,6 +8,7 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm.errors import UsageError
+from localllm_tui.control import commands
 from localllm_tui.control.session import Session
 from tui.conftest import Driver
 from tui.scripted_sse import Refuse, ScriptedServer
@@ -35,8 +36,8 @@ def test_what_the_input_costs_is_shown_before_it_is_sent(drive: Any, server: Scr
         await d.until(lambda: "11 of 1,000 tokens in all" in d.screen())  # hello, ok and more
         await d.type("x" * 2000)
         await d.until(lambda: "2,011 of 1,000 tokens: too long" in d.screen())
-        d.app.chat.composer.replace_text("/retry")
-        await d.until(lambda: "of 1,000 tokens" not in d.app.chat.composer.border_title)
+        d.app.page.composer.replace_text("/retry")
+        await d.until(lambda: "of 1,000 tokens" not in d.app.page.composer.border_title)
 
     drive(play)
     assert _sent(server, 0) == ["hello"]
@@ -51,8 +52,8 @@ def test_a_question_that_cannot_fit_is_not_sent_and_stays_in_the_input(
     async def play(d: Driver) -> None:
         await d.send("x" * 200_000)
         await d.until(lambda: "this question alone is 200,000 tokens" in " ".join(d.screen().split()))
-        assert len(d.app.chat.composer.text) == 200_000
-        d.app.chat.composer.replace_text("")
+        assert len(d.app.page.composer.text) == 200_000
+        d.app.page.composer.replace_text("")
         await d.ask("hi")
 
     drive(play, size=(120, 40))
@@ -71,7 +72,7 @@ def test_where_the_conversation_is_what_is_long_compacting_is_the_way_on(
         await d.ask("first")
         await d.send("b" * 600)
         await d.until(lambda: "with what was said before, this is 1,505 tokens" in " ".join(d.screen().split()))
-        await d.app.chat.run_command("compact", "")
+        await commands.run_and_report(d.app.chat, "compact", "")
         await d.press("enter")
         await d.until(lambda: len(server.requests) == 2 and not d.app.chat.answering)
 
@@ -120,8 +121,8 @@ def test_a_question_that_failed_is_edited_in_its_place(drive: Any, server: Scrip
     async def play(d: Driver) -> None:
         await d.ask("too long")
         await d.send("/edit")
-        assert d.app.chat.composer.text == "too long"
-        d.app.chat.composer.replace_text("short")
+        assert d.app.page.composer.text == "too long"
+        d.app.page.composer.replace_text("short")
         await d.ask("")
         assert "too long" not in d.screen()
 

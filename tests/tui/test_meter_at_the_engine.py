@@ -69,12 +69,12 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
             assert len(client.ends) == 2
             assert meter(d) == ended(client)
             await d.send("/edit")
-            app.chat.composer.replace_text("Say the names of three colours, please.")
+            app.page.composer.replace_text("Say the names of three colours, please.")
             await d.press("enter")
             await d.until(lambda: len(client.ends) == 3 and not app.chat.answering)
             assert meter(d) == ended(client)
             await d.press("f2", "e")  # the answer
-            app.chat.composer.replace_text("Red, and some others that I made up.")
+            app.page.composer.replace_text("Red, and some others that I made up.")
             await d.press("enter")
             edited = await counted(base_url, model, d)
             await d.until(lambda: meter(d) == edited)

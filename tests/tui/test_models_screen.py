@@ -245,12 +245,12 @@ def test_a_number_alone_opens_a_recent_conversation_and_a_message_may_begin_with
     async def play(d: Driver) -> None:
         assert "1. mountains" in d.screen()
         await d.press("2", *" and more")
-        assert d.app.chat.composer.text == "2 and more"
+        assert d.app.page.composer.text == "2 and more"
         await d.press("ctrl+u", "2")
         await d.until(lambda: [t.content for t in d.app.chat.session.turns] == ["rivers"])
-        assert d.app.chat.composer.text == ""
+        assert d.app.page.composer.text == ""
         await d.press("1")  # something is said here: a number is text
-        assert d.app.chat.composer.text == "1"
+        assert d.app.page.composer.text == "1"
 
     drive(play)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
-from localllm_tui.screens.dialogs import ToolApproval
+from localllm_tui.screens.dialogs import Approval
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
 from tui.scripted_sse import Comment, Finish, Refuse, Say, ScriptedServer
@@ -66,7 +66,7 @@ def test_a_tools_words(drive: Any, server: ScriptedServer) -> None:
     async def play(d: Driver) -> None:
         await d.send("/tools on")
         await d.send("q")
-        await d.until(lambda: isinstance(d.app.screen, ToolApproval))
+        await d.until(lambda: isinstance(d.app.screen, Approval))
         await d.pilot.pause()
         harmless(d)
         assert SHOWN in d.screen()
@@ -121,7 +121,7 @@ def test_titles_and_texts_in_the_lists(drive: Any, server: ScriptedServer, histo
         harmless(d)
         await d.press("f2", "e")
         harmless(d)
-        assert "needle" in d.app.chat.composer.text
+        assert "needle" in d.app.page.composer.text
 
     drive(play, size=(120, 40))
 

@@ -17,8 +17,8 @@ def test_a_paste_has_one_kind_of_line_break(drive: Any, server: ScriptedServer, 
 
     async def play(d: Driver) -> None:
         d.app.post_message(events.Paste(pasted))
-        await d.until(lambda: "three" in d.app.chat.composer.text)
-        assert d.app.chat.composer.text == "one\ntwo\n\nthree"
+        await d.until(lambda: "three" in d.app.page.composer.text)
+        assert d.app.page.composer.text == "one\ntwo\n\nthree"
         await d.press("enter")
         await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
 
@@ -29,8 +29,8 @@ def test_a_paste_has_one_kind_of_line_break(drive: Any, server: ScriptedServer, 
 def test_control_characters_of_a_paste_stay_out(drive: Any) -> None:
     async def play(d: Driver) -> None:
         d.app.post_message(events.Paste("a\x1b[31mb\x00c\x07\td"))
-        await d.until(lambda: "d" in d.app.chat.composer.text)
-        assert d.app.chat.composer.text == "a[31mbc\td"
+        await d.until(lambda: "d" in d.app.page.composer.text)
+        assert d.app.page.composer.text == "a[31mbc\td"
 
     drive(play)
 
@@ -40,6 +40,6 @@ def test_a_word_is_removed_by_the_keys_for_it(drive: Any, key: str) -> None:
     async def play(d: Driver) -> None:
         await d.type("two words")
         await d.press(key)
-        assert d.app.chat.composer.text == "two "
+        assert d.app.page.composer.text == "two "
 
     drive(play)

@@ -33,7 +33,7 @@ def test_a_locked_file_is_said_and_what_was_typed_stays(
         await d.send("kept")
         await d.until(lambda: "Error:" in d.screen())
         assert "locked" in d.screen()
-        assert d.app.chat.composer.text == "kept"
+        assert d.app.page.composer.text == "kept"
         other.execute("ROLLBACK")
         await d.press("enter")
         await d.until(lambda: not d.app.chat.answering and bool(server.requests))
@@ -56,7 +56,7 @@ def test_a_disk_that_fills_up_in_mid_answer_costs_nothing_on_screen(
         disk.fill()
         gate.opened.set()
         await d.until(lambda: not d.app.chat.answering)
-        assert len(d.app.chat.transcript.query(AnswerView).last().text) > 10_000
+        assert len(d.app.page.transcript.query(AnswerView).last().text) > 10_000
         disk.free()
         await d.ask("r")
         assert d.app.is_running
@@ -163,6 +163,6 @@ def test_any_text_is_shown_listed_found_and_reopened(drive: Any, server: Scripte
         await d.ask("go")
         await d.ask("/title \x1b[2Jevil [red]")
         check(d)
-        assert len(d.app.chat.transcript.query(TurnView)) >= 20
+        assert len(d.app.page.transcript.query(TurnView)) >= 20
 
     drive(play, resume=session.id, size=(60, 20))

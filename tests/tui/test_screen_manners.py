@@ -84,7 +84,7 @@ def test_toasts_leave_the_input_free(drive: Any, server: ScriptedServer) -> None
         await d.send("/copy")
         await d.until(lambda: "copied the answer" in d.screen())
         toast = next(n for n, line in enumerate(d.screen().splitlines()) if "copied the answer" in line)
-        assert toast < d.app.chat.composer.region.y - 3
+        assert toast < d.app.page.composer.region.y - 3
 
     drive(play, toasts=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from localllm_tui.screens.chat_streaming import NOTICE_ASKS
+from localllm_tui.control.chat import NOTICE_ASKS
 from localllm_tui.widgets.turns import ChatNote
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Say, ScriptedServer

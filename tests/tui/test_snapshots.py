@@ -29,7 +29,7 @@ from textual.widgets import Input
 from localllm.conversation.history import History
 from localllm_tui.control.interfaces import InstalledModel
 from localllm_tui.control.session import Session
-from localllm_tui.screens.dialogs import HelpScreen, ToolApproval
+from localllm_tui.screens.dialogs import Approval, HelpScreen
 from localllm_tui.screens.models import ModelsScreen
 from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.widgets.contrast import READABLE, contrast
@@ -109,9 +109,9 @@ async def hold(d: Driver, name: str, look: str) -> None:
     await d.until(lambda: d.app.focused is not None and d.app.focused.has_focus)
     for box in d.app.screen.query(Input):
         box.cursor_blink = False
-    d.app.chat.composer.cursor_blink = False
+    d.app.page.composer.cursor_blink = False
     # A line drawn in the dark half of a blink is kept under the same key as one without blinking.
-    d.app.chat.composer.notify_style_update()
+    d.app.page.composer.notify_style_update()
     file = FOLDER / f"{name}-{d.app.size.width}x{d.app.size.height}.txt"
     if os.environ.get("UPDATE_SNAPSHOTS"):
         if look == "dark":
@@ -235,7 +235,7 @@ def test_every_screen_looks_as_it_did(
         await d.press("f3")
         await d.send("/tools on")
         await d.send("what time is it?")
-        await d.until(lambda: isinstance(d.app.screen, ToolApproval))
+        await d.until(lambda: isinstance(d.app.screen, Approval))
         await hold(d, "approval", look)
         await d.press("n")
         await d.until(lambda: not d.app.chat.answering)

@@ -13,6 +13,7 @@ from textual.widget import Widget
 from localllm.conversation.history import History
 from localllm_tui import line_chat
 from localllm_tui.app import ChatApp
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.commands import COMMANDS, help_sections
 from localllm_tui.control.keys import (
@@ -32,10 +33,9 @@ from localllm_tui.control.keys import (
     KeyContext,
     hints,
 )
-from localllm_tui.control.session import Session
 from localllm_tui.screens.chat import ChatScreen
 from localllm_tui.screens.compare import CompareScreen
-from localllm_tui.screens.dialogs import GlassScreen, HelpScreen, ToolApproval
+from localllm_tui.screens.dialogs import Approval, GlassScreen, HelpScreen
 from localllm_tui.screens.files import FilePicker
 from localllm_tui.screens.models import ModelsScreen
 from localllm_tui.screens.picker import ConversationPicker
@@ -56,7 +56,7 @@ OWNERS: dict[str, type[App[None]] | type[Widget] | type[ConversationPicker]] = {
     GLASS: GlassScreen,
     MODELS: ModelsScreen,
     SLIDER: Slider,
-    APPROVAL: ToolApproval,
+    APPROVAL: Approval,
     COMPARE: CompareScreen,
 }
 
@@ -64,12 +64,12 @@ OWNERS: dict[str, type[App[None]] | type[Widget] | type[ConversationPicker]] = {
 def test_every_command_completes_and_explains_itself_in_the_frame(drive: Any) -> None:
     async def play(d: Driver) -> None:
         for command in COMMANDS:
-            d.app.chat.composer.replace_text(f"/{command.name}")
+            d.app.page.composer.replace_text(f"/{command.name}")
             await d.pilot.pause()
             assert f"/{command.name} · {command.help}" in d.screen()
             await d.press("backspace", "tab")
             alone = sum(c.name.startswith(command.name) for c in COMMANDS) == 1
-            assert d.app.chat.composer.text == f"/{command.name}" + (" " if command.argument and alone else "")
+            assert d.app.page.composer.text == f"/{command.name}" + (" " if command.argument and alone else "")
 
     drive(play, size=(120, 40))
 
@@ -115,9 +115,9 @@ def test_plain_mode_knows_its_commands(
         server.answer("hello")
         server.answer("again")
         monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/{command.name}\n"))
-        line_chat.talk(ChatClient(server.base_url), "scripted", Session(history, "scripted"))
+        line_chat.talk(ChatOptions(ChatClient(server.base_url), history, "scripted"))
         said = capsys.readouterr().err
-        assert ("needs the screen" in said) is (command.run is None)
+        assert ("needs the screen" in said) is (not command.plain)
         assert "there is no command" not in said
 
 

@@ -18,7 +18,7 @@ from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control.interfaces import ToolSpec
 from localllm_tui.control.tools import MOST_ROUNDS, NOT_ALLOWED
 from localllm_tui.mcp_host import McpHost
-from localllm_tui.screens.dialogs import ToolApproval
+from localllm_tui.screens.dialogs import Approval
 from localllm_tui.widgets.answer import ToolFold
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Raw, Say, ScriptedServer
@@ -82,7 +82,7 @@ def test_a_yes_runs_it_and_the_answer_goes_on_with_the_result(
         await d.send("/tools on")
         await d.until(lambda: "tools on" in d.screen().splitlines()[0])
         await d.send("what time is it?")
-        await d.until(lambda: isinstance(d.app.screen, ToolApproval))
+        await d.until(lambda: isinstance(d.app.screen, Approval))
         await d.pilot.pause()
         assert "clock: time – what time it is" in d.screen()
         assert '"zone": "CET"' in d.screen()
@@ -116,9 +116,9 @@ def test_anything_but_a_yes_is_a_no(drive: Any, server: ScriptedServer, key: str
     async def play(d: Driver) -> None:
         await d.send("/tools on")
         await d.send("q")
-        await d.until(lambda: isinstance(d.app.screen, ToolApproval))
+        await d.until(lambda: isinstance(d.app.screen, Approval))
         await d.press("enter", "space")  # neither
-        assert isinstance(d.app.screen, ToolApproval)
+        assert isinstance(d.app.screen, Approval)
         await d.press(key)
         await d.until(lambda: not d.app.chat.answering)
         assert host.asked == []

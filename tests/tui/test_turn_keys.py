@@ -28,11 +28,11 @@ def conversation(history: History) -> str:
 
 
 def _shown(d: Driver) -> list[str]:
-    return [w.text.partition("\n")[0] for w in d.app.chat.transcript.query(TurnView)]
+    return [w.text.partition("\n")[0] for w in d.app.page.transcript.query(TurnView)]
 
 
 def _selected(d: Driver) -> str:
-    view = d.app.chat.transcript.selected
+    view = d.app.page.transcript.selected
     return view.text.partition("\n")[0] if view is not None else ""
 
 
@@ -89,9 +89,9 @@ def test_turns_are_walked_and_left(drive: Any, conversation: str) -> None:
         assert _selected(d) == "a1"
         await d.press("escape", *"hi")
         assert _selected(d) == ""
-        assert d.app.chat.composer.text == "hi"
+        assert d.app.page.composer.text == "hi"
         await d.press("ctrl+up", "down", *"!")
-        assert d.app.chat.composer.text == "hi!"
+        assert d.app.page.composer.text == "hi!"
 
     drive(play, resume=conversation)
 
@@ -104,11 +104,11 @@ def test_a_question_in_the_middle_is_changed_and_both_branches_are_there(
     async def play(d: Driver) -> None:
         await d.type("a draft")
         await d.press("f2", "up", "up", "up", "e")
-        assert d.app.chat.composer.text == "q1"
+        assert d.app.page.composer.text == "q1"
         await d.ask("!")
         assert _shown(d) == ["q1!", "anew"]
         assert "◂ 2/2 ▸" in d.screen()
-        assert d.app.chat.composer.text == "a draft"  # what was being written is back
+        assert d.app.page.composer.text == "a draft"  # what was being written is back
         await d.press("f2", "up", "left")
         assert _shown(d) == ["q1", "a1", "q2", "a2"]
         assert _selected(d) == "q1"
@@ -128,7 +128,7 @@ def test_an_answer_is_changed_and_the_model_goes_on_from_what_it_says_now(
 
     async def play(d: Driver) -> None:
         await d.press("f2", "up", "up", "e")
-        d.app.chat.composer.replace_text("changed")
+        d.app.page.composer.replace_text("changed")
         await d.press("enter")
         await d.pilot.pause()
         assert _shown(d) == ["q1", "changed"]
@@ -239,7 +239,7 @@ def test_a_long_conversation_opens_at_its_end_and_goes_up_to_its_beginning(drive
 def test_nothing_to_select_is_no_trouble(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f2", "e", "up")
-        assert d.app.chat.composer.has_focus
-        assert not d.app.chat.transcript.query(AnswerView)
+        assert d.app.page.composer.has_focus
+        assert not d.app.page.transcript.query(AnswerView)
 
     drive(play)

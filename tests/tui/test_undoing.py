@@ -17,12 +17,12 @@ def test_a_paste_of_many_rows_is_undone_and_redone(drive: Any, before: str) -> N
     async def play(d: Driver) -> None:
         await d.press(*before)
         d.app.post_message(events.Paste(ROWS))
-        await d.until(lambda: d.app.chat.composer.text == before + ROWS)
+        await d.until(lambda: d.app.page.composer.text == before + ROWS)
         await d.press("ctrl+z")
-        assert d.app.chat.composer.text == before
+        assert d.app.page.composer.text == before
         await d.press("ctrl+y")
-        assert d.app.chat.composer.text == before + ROWS
+        assert d.app.page.composer.text == before + ROWS
         await d.press("ctrl+z", "x")
-        assert d.app.chat.composer.text == before + "x"
+        assert d.app.page.composer.text == before + "x"
 
     drive(play)

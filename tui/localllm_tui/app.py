@@ -49,13 +49,14 @@ class ChatApp(LookApp[None]):
         """`light`: so is the terminal's background. `typed`: what was typed before the chat could take it."""
         super().__init__()
         self._fitting = self.fitting_theme(light=light)
-        self.chat = ChatScreen(options, copy, typed)
+        self.page = ChatScreen(options, copy, typed)
+        self.chat = self.page.chat
         self._preferences = Preferences(options.history.path.parent)
         self._interrupted_s = float("-inf")
         self._told_elsewhere = False
 
     def get_default_screen(self) -> Screen[None]:
-        return self.chat
+        return self.page
 
     def on_mount(self) -> None:
         self.set_keymap(remapped())
@@ -64,7 +65,7 @@ class ChatApp(LookApp[None]):
         chosen = self._preferences.get("theme")
         self.theme = chosen if chosen in self.available_themes else self._fitting
         self.theme_changed_signal.subscribe(self, self._remember_theme)
-        self.chat.call_after_refresh(gc.enable)  # the command starts with gc disabled: what a start allocates stays
+        self.page.call_after_refresh(gc.enable)  # the command starts with gc disabled: what a start allocates stays
 
     def _woken(self) -> None:
         """After a SIGSTOP, which no program hears of: a shell had the terminal meanwhile. Begin with it anew."""
@@ -94,7 +95,7 @@ class ChatApp(LookApp[None]):
         if isinstance(self.screen, ModalScreen):
             self.screen.dismiss(None)
             return
-        if await self.chat.interrupted():
+        if await self.page.interrupted():
             return
         now = time.monotonic()
         if now - self._interrupted_s < QUIT_WITHIN_S:
@@ -104,7 +105,7 @@ class ChatApp(LookApp[None]):
 
     async def action_end_of_input(self) -> None:
         """Quit where nothing is typed; in a text the key removes the next character, as everywhere."""
-        await self.chat.composer.caught_up()
+        await self.page.composer.caught_up()
         typed_in = self.focused
         if (isinstance(typed_in, TextArea) and typed_in.text) or (isinstance(typed_in, Input) and typed_in.value):
             typed_in.action_delete_right()
@@ -118,7 +119,7 @@ class ChatApp(LookApp[None]):
         """The command palette: the chat's own commands, and of Textual's those that work here."""
         for command in commands.COMMANDS:
             if command.palette:
-                run = partial(self.call_later, self.chat.run_command, command.name, "")
+                run = partial(self.call_later, commands.run_and_report, self.chat, command.name, "")
                 yield SystemCommand(command.palette, command.help, run)
         yield SystemCommand("Theme", "change the colours; remembered for next time", self.action_change_theme)
         # The picture is taken once the palette is gone.

@@ -12,50 +12,31 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len
 
-from localllm.conversation.history import History, StoredMessage
+from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.plain_output import obeyed
 from localllm_tui.control import commands
-from localllm_tui.control.answering import AnswerStream
+from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.client import ChatClient, ListedModel
+from localllm_tui.control.chat import ChatController, ChatOptions
+from localllm_tui.control.client import ChatClient, ToolResult
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import copy_with_tool, printable
 
 FOUND_SHOWN = 20
 
 
-class LineChat:
-    """A chat on standard output and error. An answer that was asked for is `pending`: the caller prints it."""
+class LineFace:
+    """A chat on standard output and error; implements control.chat.Face."""
 
-    def __init__(
-        self, client: ChatClient, model: str, session: Session, copy: Callable[[str], bool] = copy_with_tool
-    ) -> None:
-        self.client = client
-        self.model = model
-        self.session = session
-        self.history: History = session.history
-        self.n_ctx: int | None = None
-        self.system_asked: str | None = session.system or None
-        self.attached: list[tuple[str, str]] = []
-        self.answering = self.runs_commands = False
-        self.answer_text = ""
-        self.pending: PendingAnswer | None = None
-        self.left = False
+    full_screen = wants_energy = False
+    option, after_error = "--plain", ""
+
+    def __init__(self, options: ChatOptions, copy: Callable[[str], bool] = copy_with_tool) -> None:
         self._copy = copy
-        self._editing: StoredMessage | None = None
+        self.chat = ChatController(options, self)
 
-    async def ask(self, text: str) -> None:
-        """Store a question, or what changes a turn, and want an answer."""
-        editing, self._editing = self._editing, None
-        if editing is not None and editing.role == "assistant":
-            self.session.change_answer(editing, text)
-            return
-        self.session.ask(text, self.attached, instead=editing)
-        self.attached = []
-        self.pending = self.session.answer()
-
-    def tell(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Print what is no part of the conversation."""
         print(text, file=sys.stderr)
 
@@ -66,7 +47,7 @@ class LineChat:
     async def pick(self, rows: Sequence[str]) -> int | None:
         """Let the user pick one of these; None for none of them."""
         for n, row in enumerate(rows, 1):
-            self.tell(f"{n:>3}  {row}")
+            self.note(f"{n:>3}  {row}")
         try:
             picked = input("number, or Enter for none: ").strip()
         except EOFError:
@@ -74,125 +55,132 @@ class LineChat:
         return int(picked) - 1 if picked.isdigit() and 1 <= int(picked) <= len(rows) else None
 
     async def say(self, text: str, *, markdown: bool = False) -> None:
-        self.tell(text)
+        self.note(text)
 
-    async def open(self, session: Session, at: int = 0) -> None:
-        self.session, self._editing = session, None
+    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        self.note(f"error: {error.message}{hint}{self.after_error}")
+        if way_on and isinstance(error, ContextLengthError) and not self.chat.compacts:
+            self.note("/compact leaves out the oldest messages and asks again")
+
+    def notify(self, message: str, **_: Any) -> None:
+        self.note(message)
+
+    def changed(self, *, recount: bool = False) -> None:
+        """Nothing is shown of it before the next line."""
+
+    async def show_session(self, at: int, before: str | None) -> None:
+        session = self.chat.session
         if session.turns:
-            await self.say(f"{printable(session.title)}: {len(session.turns)} turns")
+            self.note(f"{printable(session.title)}: {len(session.turns)} turns")
             await self.redraw()
 
-    async def choose(self, words: str, *, within: bool = False) -> None:
-        """List what was found; a number on the next line opens it. `within`: what was found here is listed alone."""
-        if within:
-            hits = [h for h in self.history.search(words) if h.conversation_id == self.session.id] if words else []
+    async def redraw(self) -> None:
+        if self.chat.session.turns:
+            turn = self.chat.session.turns[-1]
+            self.show(printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}"))
+
+    async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
+        """It was typed here."""
+
+    async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
+        return _Page(sys.stdout, sys.stderr)
+
+    async def end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+        assert isinstance(shown, _Page)
+        shown.end()
+        if stream.reason == "stopped" and error is None:
+            self.note("(stopped; /more goes on)")
+        for note in _notes(stream):
+            self.note(note)
+
+    def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
+        """Nothing here names the versions of a turn."""
+
+    def submit_queued(self, text: str) -> None:
+        """Nothing is typed while an answer comes."""
+
+    async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
+        """List what was found; a number on the next line opens it. What was found in one conversation is listed alone."""
+        history, session = self.chat.history, self.chat.session
+        if in_this_conversation:
+            hits = [h for h in history.search(words) if h.conversation_id == session.id] if words else []
             for hit in hits[:FOUND_SHOWN]:
-                self.tell(f"  {'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}")
-            self.tell(f"{len(hits)} turns" if words else "/find WORDS")
+                self.note(f"  {'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}")
+            self.note(f"{len(hits)} turns" if words else "/find WORDS")
             return
-        found = self.history.list(words or None, limit=FOUND_SHOWN)
+        found = history.list(words or None, limit=FOUND_SHOWN)
         if not found:
-            self.tell("nothing found")
+            self.note("nothing found")
             return
         picked = await self.pick([printable(summary.title) for summary in found])
         if picked is not None:
-            await self.open(Session(self.history, self.model, conv_id=found[picked].id))
-
-    async def stop_answer(self) -> bool:
-        """Nothing runs while a command is typed."""
-        return False
-
-    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False, model: str = "") -> None:
-        self.pending = self.session.answer(to, continues=continues, model=model)
+            await self.chat.open(Session(history, self.chat.model, conv_id=found[picked].id))
 
     async def write(self, text: str) -> None:
-        self.tell(f"> {printable(text)}")
-        await self.ask(text)
+        self.note(f"> {printable(text)}")
+        await self.chat.send(text)
 
-    async def approve(self, about: str, what: str) -> bool:
-        self.tell(f"{about}:\n  {printable(what)}")
+    async def approve(self, about: str, *said: str) -> bool:
+        self.note("\n  ".join([f"{about}:", *map(printable, said)]))
         return await self.pick(["yes, and do not ask again in this chat", "no"]) == 0
 
-    async def redraw(self) -> None:
-        if self.session.turns:
-            turn = self.session.turns[-1]
-            self.show(printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}"))
-
     def edit(self, turn: StoredMessage) -> None:
-        """The next line stands beside `turn`."""
-        self._editing = turn
-        self.tell(f"was: {printable(typed_in(turn))}\ntype it anew:")
+        self.note(f"was: {printable(typed_in(turn))}\ntype it anew:")
 
-    def attach(self, name: str, text: str) -> None:
-        self.attached.append((name, text))
-        self.tell(f"attached {printable(name)}: it goes with the next question")
+    def show_attached(self, name: str) -> None:
+        self.note(f"attached {printable(name)}: it goes with the next question")
 
-    def detach(self) -> None:
-        self.attached = []
-
-    def use_model(self, name: str, models: list[ListedModel]) -> None:
-        self.model = self.session.model = name
-        self.n_ctx = next((m.n_ctx for m in models if m.name == name), None)
-
-    def to_clipboard(self, text: str, what: str) -> None:
+    def copy(self, text: str, what: str) -> None:
         done = self._copy(text)
-        said = f"copied {what}" if done else "this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)"
-        self.tell(said)
+        self.note(
+            f"copied {what}" if done else "this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)"
+        )
 
-    async def leave(self) -> None:
-        self.left = True
+    def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
+        """Nothing runs while a line is typed."""
 
+    async def run_on_screen(self, name: str, argument: str) -> bool:
+        command = commands.known(name)
+        if command is None or command.plain:
+            return False
+        self.note(f"/{name} needs the screen: start the chat without {self.option}")
+        return True
 
-async def answer_to(
-    out: TextIO,
-    err: TextIO,
-    client: ChatClient,
-    model: str,
-    messages: list[dict[str, str]],
-    keep: PendingAnswer | None = None,
-    *,
-    compact: bool = False,
-) -> None:
-    """Stream the answer to `messages` to `out`, ending with a newline; progress goes to `err` if it is a terminal.
-
-    `keep` stores it as it comes. However it ends, what was printed is kept. Raises LocalLLMError.
-    """
-    answering = AnswerStream(keep)
-    page = _Page(out, err)
-    continues = keep is not None and keep.continues
-    try:
-        await answering.run(client.stream(model, messages, compact=compact, continues=continues), page)
-    finally:
-        page.end()
-    if answering.reason == "length":
-        print("note: the answer was cut at the token limit", file=err)
-    if answering.meter.left_out:
-        print(f"note: the {answering.meter.left_out} oldest messages were left out to fit the context", file=err)
+    async def close(self) -> None:
+        """The loop that reads lines ends by itself."""
 
 
-def ask_once(
-    client: ChatClient,
-    model: str,
-    messages: list[dict[str, str]],
-    keep: PendingAnswer | None = None,
-    *,
-    compact: bool = False,
-) -> None:
-    """Print one answer to stdout. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
+def _notes(stream: AnswerStream) -> list[str]:
+    """What is out of the ordinary about a whole answer."""
+    notes = ["note: the answer was cut at the token limit"] if stream.reason == "length" else []
+    if stream.meter.left_out:
+        notes.append(f"note: the {stream.meter.left_out} oldest messages were left out to fit the context")
+    return notes
+
+
+def ask_once(client: ChatClient, model: str, messages: list[dict[str, str]], keep: PendingAnswer | None = None) -> None:
+    """Stream one answer to stdout, ending with a newline; `keep` stores it as it comes, however it ends. Progress goes to stderr if
+    that is a terminal. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
 
     async def run() -> None:
+        stream, page = AnswerStream(keep), _Page(sys.stdout, sys.stderr)
         async with client:
-            await answer_to(sys.stdout, sys.stderr, client, model, messages, keep, compact=compact)
+            try:
+                await stream.run(client.stream(model, messages), page)
+            finally:
+                page.end()
+        for note in _notes(stream):
+            print(note, file=sys.stderr)
 
     asyncio.run(run())
 
 
-def talk(client: ChatClient, model: str, session: Session, attached: Sequence[tuple[str, str]] = ()) -> Session:
-    """Ask and answer line by line until end of input; returns the conversation of then. `attached` go with the first question.
-    Ctrl-C stops an answer, and leaves when there is none."""
-    print(f"{model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves", file=sys.stderr)
-    chat = LineChat(client, model, session)
-    chat.attached = list(attached)
+def talk(options: ChatOptions) -> Session:
+    """Ask and answer line by line until end of input; returns the conversation of then. Ctrl-C stops an answer, and leaves when
+    there is none."""
+    print(f"{options.model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+    chat = LineFace(options).chat
     read = _reader()
     while not chat.left:
         try:
@@ -200,15 +188,16 @@ def talk(client: ChatClient, model: str, session: Session, attached: Sequence[tu
         except EOFError:
             print()
             break
-        command = commands.parse(line)
-        if command is not None:
-            _run_and_report(client, _run_command(chat, *command))
-        elif line:
-            _run_and_report(client, chat.ask(commands.question(line)))
-        while chat.pending is not None and not chat.left:
-            keep, chat.pending = chat.pending, None
-            _answer(chat, keep)
+        if line:
+            asyncio.run(_do(chat, line))
     return chat.session
+
+
+async def _do(chat: ChatController, line: str) -> None:
+    """Do what was typed, to the end of the answer."""
+    async with chat.client:
+        await commands.submit(chat, line)
+        await chat.answered()
 
 
 def _reader() -> Callable[[], str]:
@@ -220,42 +209,6 @@ def _reader() -> Callable[[], str]:
 
     session: PromptSession[str] = PromptSession("> ")
     return lambda: str(session.prompt())
-
-
-async def _run_command(chat: LineChat, name: str, argument: str) -> None:
-    if commands.needs_screen(name):
-        await chat.say(f"/{name} needs the screen: start the chat without --plain")
-        return
-    await commands.run(chat, name, argument)
-
-
-def _run_and_report(client: ChatClient, what: Coroutine[Any, Any, None]) -> None:
-    async def run() -> None:
-        async with client:
-            await what
-
-    try:
-        asyncio.run(run())
-    except LocalLLMError as e:
-        _say_error(e)
-
-
-def _answer(chat: LineChat, keep: PendingAnswer) -> None:
-    compacts = chat.client.compacts or chat.session.compacts
-    try:
-        ask_once(chat.client, keep.model, keep.messages, keep, compact=compacts)
-    except KeyboardInterrupt:
-        print("(stopped; /more goes on)", file=sys.stderr)
-    except LocalLLMError as e:
-        _say_error(e)
-        if chat.session.unanswered:
-            chat.session.fail_question()
-        if isinstance(e, ContextLengthError) and not compacts:
-            print("/compact leaves out the oldest messages and asks again", file=sys.stderr)
-
-
-def _say_error(e: LocalLLMError) -> None:
-    print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
 
 
 class WrappedLines:
@@ -273,10 +226,10 @@ class WrappedLines:
         *whole, self._word = re.split(r"(\s)", self._word + text)
         written = "".join(self._placed(piece) for piece in whole)
         if cell_len(self._word) >= self._columns:
-            written += self.rest()
+            written += self.end()
         return written
 
-    def rest(self) -> str:
+    def end(self) -> str:
         """The word that was waited for."""
         word, self._word = self._word, ""
         return self._placed(word)
@@ -323,9 +276,12 @@ class _Page:
             self._err.flush()
             self._said = what
 
+    def tool(self, ran: ToolResult) -> None:
+        """Tools are switched on on a screen alone."""
+
     def end(self) -> None:
         self.progress("")
-        self._write(self._lines.rest())
+        self._write(self._lines.end())
         if not self._ends_line:
             self._out.write("\n")
             self._out.flush()

@@ -49,13 +49,10 @@ class SelectionEnded(Message):
 
 
 @dataclass
-class EarlierWanted(Message):
-    """Turns before the first one shown are wanted on screen."""
+class MoreTurnsWanted(Message):
+    """Turns after the last one shown are wanted on screen; negative `step`: before the first."""
 
-
-@dataclass
-class LaterWanted(Message):
-    """Turns after the last one shown are wanted on screen."""
+    step: int
 
 
 @dataclass

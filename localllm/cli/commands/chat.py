@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from localllm.cli.chat.engines import Wanted
     from localllm.conversation.history import ConversationSummary, History
     from localllm_tui.control.chat import ChatOptions
-    from localllm_tui.control.client import ChatClient
     from localllm_tui.control.interfaces import ChatEngine, EnergyMeter
     from localllm_tui.control.session import Session
     from localllm_tui.control.terminal import TerminalQuestion
@@ -167,12 +166,12 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
             ask_once(client, name, session.request(), session.answer())
         return
     assert history is not None
-    if not screen:
-        _in_lines(client, Session(history, name, conv_id=resume, system=system), asked)
-        return
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
     opening = ChatOptions(client, history, name, resume, system, tuple(asked.attached), greeting)
+    if not screen:
+        _in_lines(opening, asked.how)
+        return
     assert background is not None
     _on_screen(_with_helpers(stack, opening, engine, asked.wanted), background)
 
@@ -200,12 +199,12 @@ def _with_helpers(stack: ExitStack, opening: ChatOptions, engine: ChatEngine, wa
     )
 
 
-def _in_lines(client: ChatClient, session: Session, asked: _Asked) -> None:
-    if asked.how == "inline":
+def _in_lines(opening: ChatOptions, how: _How) -> None:
+    if how == "inline":
         from localllm_tui.inline.chat import talk_inline as talk
     else:
         from localllm_tui.line_chat import talk
-    _say_how_to_go_on(talk(client, session.model, session, asked.attached))
+    _say_how_to_go_on(talk(opening))
 
 
 def _energy_meter() -> EnergyMeter:

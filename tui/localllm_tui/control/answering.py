@@ -41,23 +41,20 @@ class AnswerDisplay(Protocol):
     def progress(self, what: str) -> None:
         """Say what happens before the first piece; "" when it is over."""
 
+    def tool(self, ran: ToolResult) -> None:
+        """Show a tool's call and what came of it."""
+
 
 class AnswerStream:
     """An answer while it comes, and how it ended.
 
     `keep` stores it (None: nothing is kept). `not_saved` is told of a disk that refuses, which then does not end the
-    answer; without it, it does. `on_tool` shows a tool's call and what came of it. `reason` is the finish reason, `turn`
+    answer; without it, it does. `reason` is the finish reason, `turn`
     the stored answer once closed: None where nothing came, or nothing was to be kept.
     """
 
-    def __init__(
-        self,
-        keep: PendingAnswer | None,
-        not_saved: Callable[[LocalLLMError], None] | None = None,
-        on_tool: Callable[[ToolResult], None] | None = None,
-    ) -> None:
+    def __init__(self, keep: PendingAnswer | None, not_saved: Callable[[LocalLLMError], None] | None = None) -> None:
         self._keep = keep
-        self._on_tool = on_tool
         self._not_saved = not_saved
         self.meter = AnswerMeter()
         self.reason = "stopped"
@@ -151,37 +148,38 @@ class AnswerStream:
 
     def _take(self, event: StreamEvent, shown: AnswerDisplay) -> None:
         first = self.meter.tokens == 0
-        if isinstance(event, (TextDelta, ReasoningDelta)):
-            if first:
+        match event:
+            case TextDelta(text):
+                self._add(shown, text=text)
+            case ReasoningDelta(text):
+                self._add(shown, reasoning=text)
+            case PromptProgress(done, total):
+                said = self.meter.reading(done, total)
+                if first:
+                    shown.progress(said)
+            case WaitNote(note):
+                if first or self._tools:
+                    shown.progress(printable(note) + "…")
+            case MessagesLeftOut(messages):
+                self.meter.left_out = messages
+            case ToolResult(call, result, allowed):
+                ran = {"name": call.name, "arguments": call.arguments, "result": result, "allowed": allowed}
+                self._tools.append(ran)
                 shown.progress("")
-            self.meter.delta()
-            piece = {"text" if isinstance(event, TextDelta) else "reasoning": event.text}
-            shown.feed(**piece)
-            keep = self._keep
-            if keep is not None:
-                self._saving(lambda: keep.add(**piece))
-        elif isinstance(event, PromptProgress):
-            said = self.meter.reading(event.done, event.total)
-            if first:
-                shown.progress(said)
-        elif isinstance(event, WaitNote):
-            if first or self._tools:
-                shown.progress(printable(event.note) + "…")
-        elif isinstance(event, MessagesLeftOut):
-            self.meter.left_out = event.messages
-        elif isinstance(event, ToolResult):
-            call = event.call
-            self._tools.append(
-                {"name": call.name, "arguments": call.arguments, "result": event.result, "allowed": event.allowed}
-            )
+                shown.tool(event)
+            case AnswerDone():
+                self.meter.usage, self.reason = event.usage, event.reason
+                self._cache_miss, self.timings = event.cache_miss, event.timings
+
+    def _add(self, shown: AnswerDisplay, **piece: str) -> None:
+        """Show, count and keep a piece of the `text` or of the `reasoning`."""
+        if self.meter.tokens == 0:
             shown.progress("")
-            if self._on_tool is not None:
-                self._on_tool(event)
-        elif isinstance(event, AnswerDone):
-            self.meter.usage = event.usage
-            self.reason = event.reason
-            self._cache_miss = event.cache_miss
-            self.timings = event.timings
+        self.meter.delta()
+        shown.feed(**piece)
+        keep = self._keep
+        if keep is not None:
+            self._saving(lambda: keep.add(**piece))
 
     def _saving(self, write: Callable[[], object]) -> bool:
         """Call `write`; False where it failed and `not_saved` was told."""

@@ -1,15 +1,41 @@
-"""What the slash commands need of the chat that shows what they do."""
+"""The chat without its looks: one conversation, who answers it, and what is asked, streamed, stopped, counted and warned of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Literal, Protocol
 
 from localllm.conversation.history import History, StoredMessage
-from localllm_tui.control.client import ChatClient, ListedModel
-from localllm_tui.control.interfaces import EnergyMeter, EngineFactory, ModelService, ToolHost
-from localllm_tui.control.session import Session
+from localllm.errors import LocalLLMError, UsageError
+from localllm_tui.control import titles, wording
+from localllm_tui.control.answering import AnswerDisplay, AnswerStream, UnsavedAnswers
+from localllm_tui.control.client import ChatClient, ListedModel, StreamEvent, ToolCall
+from localllm_tui.control.interfaces import (
+    EnergyMeter,
+    EngineFactory,
+    ModelService,
+    PlanList,
+    PlanRequest,
+    ToolHost,
+    ToolSpec,
+)
+from localllm_tui.control.meter import UnsentMessage, check_fits
+from localllm_tui.control.model_list import FirstRun, Pulls
+from localllm_tui.control.physics import AnswerSpeed, ModelPhysics
+from localllm_tui.control.session import PendingAnswer, Session
+from localllm_tui.control.terminal import one_line, printable
+from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tools
+
+CONTEXT_WARNING = 0.9
+# The server knows how the model performs after an answer or two.
+NOTICE_ASKS = 8
+# Long enough that nobody is about to ask, short enough that titles are there when one looks for them.
+TITLE_AFTER_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +64,190 @@ class ChatOptions:
     energy: Callable[[], EnergyMeter] | None = None
 
 
-class Chat(Protocol):
-    """What the slash commands need of a chat: the one on a screen, and the one line by line. Methods show what they did."""
+class Face(Protocol):
+    """How a chat looks: what it calls to show itself and to ask.
 
-    client: ChatClient
-    history: History
-    model: str
-    n_ctx: int | None  # None while not known
-    session: Session
-    system_asked: str | None  # that the chat was started with
-    runs_commands: bool  # whether the user said so
-    attached: list[tuple[str, str]]  # files for the next question: name and text
+    `full_screen`: figures of the model are shown, and what is typed stays in the input until its question is stored.
+    `wants_energy`: the panel that shows an answer's joules is open.
+    """
+
+    full_screen: bool
 
     @property
-    def answering(self) -> bool: ...
+    def wants_energy(self) -> bool: ...
+
+    async def say(self, text: str, *, markdown: bool = False) -> None:
+        """Show what is no part of the conversation."""
+
+    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
+        """Show an error; `way_on`: what the user can do now."""
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: Literal["information", "warning", "error"] = "information",
+        timeout: float | None = None,
+        markup: bool = False,
+    ) -> None:
+        """Say in passing what happened beside the conversation."""
+
+    def changed(self, *, recount: bool = False) -> None:
+        """Something about the chat is different; `recount`: what was counted of the conversation no longer holds."""
+
+    async def show_session(self, at: int, before: str | None) -> None:
+        """Show the chat's session in place of the conversation `before`, at the turn of this id (0: its end)."""
+
+    async def redraw(self) -> None:
+        """Show the branch that the session shows now."""
+
+    async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
+        """Show a new question; `edited`: the turn is another version of an earlier one."""
+
+    async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
+        """Make what shows an answer as it comes; `again`: in place of what follows its question."""
+
+    async def end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+        """Show how an answer ended."""
+
+    def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
+        """Show which version of its turn an answer is, once it is stored."""
+
+    def submit_queued(self, text: str) -> None:
+        """Submit a question that waited for the answer, if it is still what is typed."""
+
+    async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
+        """Let the user pick a conversation, or a turn of this one, searching for `words`, and open it."""
+
+    async def approve(self, about: str, *said: str) -> bool:
+        """Ask the user whether what is `said` may be done; `about` names it."""
+
+    def edit(self, turn: StoredMessage) -> None:
+        """Let the user change the text of `turn`."""
+
+    async def write(self, text: str) -> None:
+        """Have `text` as what is typed; ask it where nothing typed can be changed."""
+
+    def show_attached(self, name: str) -> None: ...
+
+    def copy(self, text: str, what: str) -> None:
+        """Put `text` on the clipboard, and say so."""
+
+    def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
+        """Run this beside the conversation, in place of the rest of its group; only a face with a full screen need do so."""
+
+    async def run_on_screen(self, name: str, argument: str) -> bool:
+        """Do a command in the face's own way; False where it has none."""
+
+    async def close(self) -> None:
+        """End the face: the chat is left."""
+
+
+class ChatController:
+    """One conversation and who answers it. What happens is shown by `face`.
+
+    `n_ctx` (tokens), `physics` and `listed` are what the server says of the model; None while not known. `attached` are files for
+    the next question, `editing` the turn that it will stand beside, `queued` a question that waits for the answer to end.
+    `titles_after_s`: a title is generated after so much quiet (None: never). `plans`: made so far.
+    """
+
+    def __init__(self, options: ChatOptions, face: Face) -> None:
+        self.options, self.face = options, face
+        self.client, self.history, self.model = options.client, options.history, options.model
+        self.session = Session(options.history, options.model, conv_id=options.resume, system=options.system)
+        self.attached: list[tuple[str, str]] = list(options.attached)
+        self.n_ctx: int | None = None
+        self.physics: ModelPhysics | None = None
+        self.listed: ListedModel | None = None
+        self.tools = ToolBox(options.tools)
+        self.runs_commands = False  # whether the user said so
+        self.editing: StoredMessage | None = None
+        self.queued = ""
+        self.stream: AnswerStream | None = None
+        self.unsaved = UnsavedAnswers()
+        self.left = False
+        self.titles_after_s: float | None = TITLE_AFTER_S
+        self.busy()
+        self.plans: dict[PlanRequest, PlanList] = {}
+        self.pulls = Pulls(options.model_service) if options.model_service is not None else None
+        self.first_run = FirstRun(options.model, self.pulls) if options.first_run and self.pulls is not None else None
+        self._running: asyncio.Task[None] | None = None
+        self._engine_loads = self._save_failed = self._warned_full = False
+        self._last_error: LocalLLMError | None = None
+        self._notice_asks = NOTICE_ASKS
+
+    # -- what it is doing -----------------------------------------------------------------------------------------
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer is on its way, or being drawn to its end."""
+        return self._running is not None
+
+    @property
+    def streaming(self) -> AnswerStream | None:
+        """The answer that is still coming."""
+        return self.stream if self.stream is not None and not self.stream.closed else None
 
     @property
     def answer_text(self) -> str:
         """The text of the answer in progress; "" when there is none."""
+        return self.streaming.text if self.streaming is not None else ""
 
-    async def say(self, text: str, *, markdown: bool = False) -> None:
-        """Say something that is no part of the conversation."""
+    @property
+    def speed(self) -> AnswerSpeed | None:
+        """The speed of the newest answer; None before the first."""
+        return self.stream.speed(self.session.used_tokens) if self.stream is not None else None
 
-    async def open(self, session: Session, at: int = 0) -> None:
-        """Show another conversation, at the turn of this id (0: its end)."""
+    @property
+    def compacts(self) -> bool:
+        return self.client.compacts or self.session.compacts
 
-    async def choose(self, words: str, *, within: bool = False) -> None:
-        """Let the user pick a conversation, searching for `words`, and open it; `within`: a turn of this one."""
+    @property
+    def loading_words(self) -> str:
+        """How far the model is loaded; "" once it is."""
+        return self.client.engine.progress().words(one_line(self.model)) if self.client.engine is not None else ""
 
-    async def stop_answer(self) -> bool:
-        """Stop the answer in progress and wait until it is on disk. Returns whether there was one."""
+    @property
+    def pulling(self) -> str:
+        """The downloads in progress, in a line."""
+        return self.pulls.words() if self.pulls is not None else ""
+
+    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
+        self._last_error = error
+        await self.face.trouble(error, way_on)
+
+    # -- questions and answers ------------------------------------------------------------------------------------
+
+    async def send(self, text: str) -> None:
+        """Store a question, or the changed text of a turn, and have it answered."""
+        editing = self.editing
+        try:
+            self.unsaved.write_all()
+            if editing is not None and editing.role == "assistant":
+                turn = self.session.change_answer(editing, text)
+            else:
+                if self.face.full_screen:
+                    await check_fits(self.client, self.model, self.session, self.unsent(text), self.n_ctx)
+                turn = self.session.ask(text, self.attached, instead=editing)
+                self.attached = []
+            self.editing = None
+            await self.face.show_asked(turn, edited=editing is not None)
+        except LocalLLMError as e:
+            await self.trouble(e, "What you typed is still in the input.")
+            return
+        if turn.role == "user":
+            await self._say_if_elsewhere()
+            await self._start_answer(self.session.answer())
+
+    def unsent(self, text: str) -> UnsentMessage:
+        """A question as it would be sent now."""
+        return UnsentMessage(text, tuple(self.attached), self.editing)
+
+    def queue(self, text: str) -> None:
+        """Have a question sent when the answer in progress ends."""
+        self.queued = text
+        self.face.changed()
 
     async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False, model: str = "") -> None:
         """Ask for another answer to a question (None: the last), or to that of an answer; `continues`: for more of it;
@@ -75,25 +255,263 @@ class Chat(Protocol):
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
+        self.unsaved.write_all()
+        await self._start_answer(self.session.answer(to, continues=continues, model=model), again=True)
 
-    async def redraw(self) -> None:
-        """Show the branch that the session shows now."""
+    async def stop_answer(self) -> bool:
+        """Stop the answer in progress and wait until it is on disk. Returns whether there was one."""
+        running, streaming = self._running, self.streaming
+        if running is None:
+            return False
+        if streaming is not None:  # else only the drawing is left
+            running.cancel()
+        await asyncio.wait([running])
+        return streaming is not None
+
+    async def answered(self) -> None:
+        """Wait until the answer in progress has ended; to cancel this stops it."""
+        if self._running is not None:
+            await self._running
+
+    async def _start_answer(self, keep: PendingAnswer, *, again: bool = False) -> None:
+        shown = await self.face.show_answer(keep, again=again)
+        stream = self.stream = AnswerStream(keep, self._not_saved)
+        shown.progress("waiting for the first token…")
+        self._running = asyncio.create_task(self._answer(keep, stream, shown))
+        await asyncio.sleep(0)  # a task that is cancelled before it began does nothing, the rest of its work neither
+        self.face.run_beside(self.answered, "answer")
+        if not self.compacts:  # with compaction the server may send less
+            self.face.run_beside(partial(self._count_prompt, keep, stream), "prompt")
+        self.face.changed()
+
+    async def _count_prompt(self, keep: PendingAnswer, stream: AnswerStream) -> None:
+        """Tell the meter of an answer on its way how long the prompt is; the server does so only at the end."""
+        tokens = await self.client.count(keep.model, keep.messages)
+        if tokens and not stream.closed and not stream.meter.prompt_tokens:
+            stream.meter.prompt_tokens = tokens
+
+    def _events(self, keep: PendingAnswer) -> AsyncGenerator[StreamEvent, None]:
+        compact = self.session.compacts
+        if self.tools.on and not keep.continues:
+            return stream_with_tools(
+                self.client, keep.model, keep.messages, self.tools, self._approve_tool, compact=compact
+            )
+        return self.client.stream(keep.model, keep.messages, compact=compact, continues=keep.continues)
+
+    async def _approve_tool(self, call: ToolCall, spec: ToolSpec) -> bool:
+        return await self.face.approve(*approval_texts(call, spec))
+
+    async def _answer(self, keep: PendingAnswer, stream: AnswerStream, shown: AnswerDisplay) -> None:
+        """Stream one answer; however it ends, the face shows how."""
+        error: LocalLLMError | None = None
+        try:
+            async with self._measured(stream):
+                await stream.run(self._events(keep), shown)
+        except LocalLLMError as e:
+            error = e
+        except asyncio.CancelledError:
+            # Stopped by the user: the rest is an ordinary end, so the cancellation stops here.
+            pass
+        try:
+            stream.close()
+            if not self.left:
+                await self._end_answer(shown, stream, error)
+        finally:
+            self._running = None
+        self.face.changed(recount=True)
+        queued, self.queued = self.queued, ""
+        if queued and error is None and not self.left:
+            self.face.submit_queued(queued)
+
+    @asynccontextmanager
+    async def _measured(self, stream: AnswerStream) -> AsyncIterator[None]:
+        """Measure its energy for the panel that shows it. In threads: some sources are programs."""
+        meter = self.options.energy() if self.options.energy is not None and self.face.wants_energy else None
+        if meter is None:
+            yield
+            return
+        await asyncio.to_thread(meter.__enter__)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(meter.__exit__, None, None, None)
+            stream.energy = meter.use
+
+    async def _end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+        await self.face.end_answer(shown, stream, error)
+        self.unsaved.add(stream, partial(self._saved, shown))
+        await self._say_if_elsewhere()
+        if error is not None:
+            if stream.turn is None:
+                self.session.fail_question()
+            alone = self.compacts or not self.session.sent_turns
+            await self.trouble(error, wording.way_on(error, kept=stream.turn is not None, alone=alone))
+        elif self.face.full_screen:
+            if self.n_ctx is None or self.physics is None:  # a server may know it only once the model is loaded
+                await self.ask_models()
+            await self._ask_notice()
+        await self._warn_of_full_context()
+
+    def _not_saved(self, error: LocalLLMError) -> None:
+        """Say once that the disk refuses; the answer that is shown goes on."""
+        if not self._save_failed:
+            self._save_failed = True
+            self.face.notify(
+                f"{error.message}. {error.hint}", title="not saved", severity="error", timeout=15, markup=False
+            )
+
+    def _saved(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
+        self._save_failed = False
+        self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
+        self.face.show_place(shown, turn)
+
+    async def _say_if_elsewhere(self) -> None:
+        tree = self.session.tree
+        if tree.copied or tree.beside:
+            said = wording.CONTINUED_ELSEWHERE if tree.copied else wording.CONTINUED_BESIDE
+            tree.copied = tree.beside = False
+            await self.face.say(said)
+
+    async def _ask_notice(self) -> None:
+        """Ask whether the server has a notice about how the model runs: it has one after an answer or two, or never."""
+        if not self._notice_asks:
+            return
+        self._notice_asks -= 1
+        with suppress(LocalLLMError):
+            notices = [m.notice for m in await self.client.models() if m.name == self.model and m.notice]
+            if notices:
+                self._notice_asks = 0
+                await self.face.say(printable(notices[0]))
+
+    async def _warn_of_full_context(self) -> None:
+        used = self.session.used_tokens
+        if self.n_ctx and used >= CONTEXT_WARNING * self.n_ctx and not self._warned_full and not self.compacts:
+            self._warned_full = True
+            await self.face.say(wording.full_context(used, self.n_ctx))
+
+    # -- the conversation -----------------------------------------------------------------------------------------
+
+    async def open(self, session: Session, at: int = 0) -> None:
+        """Show another conversation, at the turn of this id (0: its end)."""
+        await self.stop_answer()
+        before, self.session = self.session.id, session
+        self.editing, self.queued, self._warned_full = None, "", False
+        await self.face.show_session(at, before)
 
     def edit(self, turn: StoredMessage) -> None:
         """Let the user edit `turn`; the result becomes another version of it."""
+        self.face.edit(turn)
+        self.editing = turn
+        self.face.changed()
 
-    def attach(self, name: str, text: str) -> None: ...
+    def attach(self, name: str, text: str) -> None:
+        self.attached.append((name, text))
+        self.face.show_attached(name)
 
-    def detach(self) -> None: ...
+    def detach(self) -> None:
+        self.attached = []
+        self.face.changed()
 
-    def use_model(self, name: str, models: list[ListedModel]) -> None: ...
+    # -- the model ------------------------------------------------------------------------------------------------
 
-    def to_clipboard(self, text: str, what: str) -> None: ...
+    def use_model(self, name: str, models: list[ListedModel]) -> None:
+        self.model = self.session.model = name
+        self._learn(models)
 
-    async def write(self, text: str) -> None:
-        """Have `text` as what is typed; ask it where nothing typed can be changed."""
+    async def ask_models(self) -> None:
+        if self.n_ctx is None:
+            try:
+                self._learn(await self.client.models())
+            except LocalLLMError as e:
+                await self.trouble(e)
 
-    async def approve(self, about: str, what: str) -> bool:
-        """Ask the user whether `what` may be done; `about` names it."""
+    def _learn(self, models: list[ListedModel]) -> None:
+        self.listed = next((m for m in models if m.name == self.model), None)
+        self.n_ctx = self.listed.n_ctx if self.listed is not None else None
+        self.physics = ModelPhysics.of(self.listed.physics) if self.listed is not None else None
+        self.face.changed(recount=True)
 
-    async def leave(self) -> None: ...
+    def begin(self) -> None:
+        """Start the engine, where there is one to be started, and learn what it offers once it is there."""
+        engine = self.client.engine
+        if engine is None or self.client.ready:
+            self.face.run_beside(self.ask_models, "models")
+            return
+        engine.start()
+        self._engine_loads = True
+
+    def _look_at_engine(self) -> None:
+        engine = self.client.engine
+        if engine is None or not self._engine_loads:
+            return
+        progress = engine.progress()
+        if progress.state != "loading":
+            self._engine_loads = False
+            if progress.error is None or not progress.down:
+                self.face.run_beside(self.ask_models, "models")
+            # a waiting answer reports it by itself
+            if progress.error is not None and progress.error is not self._last_error and not self.answering:
+                self.face.run_beside(partial(self.trouble, progress.error, wording.NOT_LOADED), "trouble")
+        self.face.changed()
+
+    async def use_own_engine(self) -> None:
+        """Load the model in this chat, instead of asking the server. Raises LocalLLMError."""
+        engine, factory = self.client.engine, self.options.engine_factory
+        if factory is None or (engine is not None and not engine.where and not engine.progress().down):
+            raise UsageError("this chat has an engine of its own already")
+        await self.stop_answer()
+        own = factory(self.model)
+        await self.client.aclose()
+        self.client = ChatClient.of(own, self.client.sampling)
+        self.model = self.session.model = own.model
+        self.n_ctx = self.physics = None
+        self.begin()
+        self.face.changed()
+        await self.face.say(f"loading {own.model} in this chat: what is asked meanwhile waits for it")
+
+    # -- what a timer does ----------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Do what is due, a few times a second: save, report downloads and the engine, generate a title in a quiet moment."""
+        self._report_pulls()
+        self._look_at_engine()
+        self.unsaved.write_if_due()
+        if self.streaming is not None:
+            self.streaming.save_if_due()
+            self.busy()
+        elif self.titles_after_s is not None and self.quiet_s >= self.titles_after_s and titles.wanted(self.session):
+            self.busy()
+            self.face.run_beside(partial(titles.generate, self.client, self.model, self.session), "title")
+
+    def busy(self) -> None:
+        """Something is typed or answered."""
+        self._quiet_since_s = time.monotonic()
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long nothing was typed or answered."""
+        return time.monotonic() - self._quiet_since_s
+
+    def _report_pulls(self) -> None:
+        """Notify when a download has ended."""
+        for pull in self.pulls.all() if self.pulls is not None else ():
+            if pull.ended and not pull.announced:
+                pull.announced = True
+                way_on = f": /model {pull.name} uses it" if pull.done else "; /models goes on" if pull.error else ""
+                severity: Literal["error", "information"] = "error" if pull.error else "information"
+                self.face.notify(pull.words() + way_on, severity=severity, timeout=8, markup=False)
+
+    async def leave(self) -> None:
+        """End the chat: save the answer so far and stop downloads, which resume when asked for again."""
+        if self.left:
+            return
+        if not self.face.full_screen:
+            await self.stop_answer()
+        self.left = True
+        if self.pulls is not None:
+            self.pulls.stop_all()
+        if self.stream is not None:
+            self.stream.close()
+        with suppress(LocalLLMError):
+            self.unsaved.write_all()
+        await self.face.close()

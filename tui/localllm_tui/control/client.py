@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -204,26 +204,30 @@ class ChatClient:
         it is asked for again."""
         if self.engine is None:
             return
-        waited, said = False, ""
-        while (progress := self.engine.progress()).state == "loading":
-            waited = True
-            if (words := progress.words(self.engine.model)) != said:
+        progress, said = self.engine.progress(), ""
+        while progress.state == "loading":
+            words = progress.words(self.engine.model)
+            if words != said:
                 said = words
                 yield WaitNote(said)
             await asyncio.sleep(_LOOK_S)
-        if progress.error is not None and (progress.down or (waited and model == self.engine.model)):
+            progress = self.engine.progress()
+        if progress.error is not None and (progress.down or (said and model == self.engine.model)):
             raise progress.error
 
-    async def models(self) -> list[ListedModel]:
-        """What the server offers. Raises LocalLLMError."""
+    async def _get(self, path: str) -> httpx.Response:
         import httpx
 
         try:
-            response = await self.http.get("models")
+            return await self.http.get(path)
         except httpx.HTTPError as e:
             raise ServerUnreachableError(
                 f"the server at {self.base_url} does not answer: {_reason(e)}", hint=_START_AGAIN
             ) from e
+
+    async def models(self) -> list[ListedModel]:
+        """What the server offers. Raises LocalLLMError."""
+        response = await self._get("models")
         if response.status_code != 200:
             raise _error(response.status_code, response.content)
         try:
@@ -236,13 +240,9 @@ class ChatClient:
     async def model(self, name: str) -> ListedModel | None:
         """What the server calls `name`, also where it was installed since the list was made; None where it has no such
         model. Raises ServerUnreachableError."""
-        import httpx
-
+        response = await self._get(f"models/{quote(name, safe='')}")
         try:
-            response = await self.http.get(f"models/{quote(name, safe='')}")
             return _listed(response.json()) if response.status_code == 200 else None
-        except httpx.HTTPError as e:
-            raise ServerUnreachableError(f"the server does not answer: {_reason(e)}", hint=_START_AGAIN) from e
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -318,60 +318,75 @@ class ChatClient:
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]:
-    reason: str | None = None
-    usage: AnswerUsage | None = None
-    cache_miss = ""
-    timings: AnswerTimings | None = None
-    calls: dict[int, ToolCall] = {}
+    answer = _AnswerSoFar()
     async for line in _lines(response):
-        if line.startswith(":"):
-            noted = _CACHE.fullmatch(line[1:].strip())
-            cache_miss = noted[1] if noted else cache_miss
-            event = _comment(line[1:].strip())
-            if event is not None:
-                yield event
-            continue
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
+        data = line[5:].strip() if line.startswith("data:") else ""
         if data == "[DONE]":
             break
+        for event in answer.comment(line[1:].strip()) if line.startswith(":") else answer.chunk(data):
+            yield event
+    for event in answer.end():
+        yield event
+
+
+@dataclass(slots=True)
+class _AnswerSoFar:
+    """What the lines of a stream have said of the answer as a whole."""
+
+    reason: str | None = None
+    usage: AnswerUsage | None = None
+    cache_miss: str = ""
+    timings: AnswerTimings | None = None
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+
+    def comment(self, text: str) -> Iterator[StreamEvent]:
+        noted = _CACHE.fullmatch(text)
+        if noted:
+            self.cache_miss = noted[1]
+        prefill, left_out = _PREFILL.search(text), _LEFT_OUT.fullmatch(text)
+        if prefill:
+            yield PromptProgress(int(prefill[1]), int(prefill[2]))
+        elif left_out:
+            yield MessagesLeftOut(int(left_out[1]), int(left_out[2]))
+        elif not _NO_NEWS.fullmatch(text):
+            yield WaitNote(_SAID.get(text, text))
+
+    def chunk(self, data: str) -> Iterator[StreamEvent]:
+        """The events of a chunk as it stands in a line; none of one without data."""
         try:
-            chunk = json.loads(data)
+            chunk = json.loads(data or "{}")
         except ValueError as e:
             raise ServerUnreachableError("the server sent a line that is not JSON", hint=_START_AGAIN) from e
         if chunk.get("error"):
             raise _error_body(chunk["error"])
         if chunk.get("usage"):
-            usage = _usage(chunk["usage"])
+            self.usage = _usage(chunk["usage"])
         if isinstance(chunk.get("timings"), Mapping):
-            timings = _timings(chunk["timings"])
+            self.timings = _timings(chunk["timings"])
         for choice in chunk.get("choices") or ():
-            delta = choice.get("delta") or {}
-            thinking = delta.get("reasoning_content") or delta.get("reasoning")
-            if thinking:
-                yield ReasoningDelta(thinking)
-            if delta.get("content"):
-                yield TextDelta(delta["content"])
-            for piece in delta.get("tool_calls") or ():
-                _take_call(calls, piece)
-            reason = choice.get("finish_reason") or reason
-    if reason is None:
-        raise ServerUnreachableError("the server ended the answer before it was complete", hint="ask again")
-    for call in calls.values():
-        yield call
-    yield AnswerDone(reason, usage, cache_miss, timings)
+            self.reason = choice.get("finish_reason") or self.reason
+            yield from self._delta(choice.get("delta") or {})
 
+    def _delta(self, delta: Mapping[str, Any]) -> Iterator[StreamEvent]:
+        thinking = delta.get("reasoning_content") or delta.get("reasoning")
+        if thinking:
+            yield ReasoningDelta(thinking)
+        if delta.get("content"):
+            yield TextDelta(delta["content"])
+        for piece in delta.get("tool_calls") or ():
+            self._add_to_call(piece)
 
-def _take_call(calls: dict[int, ToolCall], piece: Mapping[str, Any]) -> None:
-    at = int(piece.get("index") or 0)
-    old = calls.get(at, ToolCall("", "", ""))
-    function = piece.get("function") or {}
-    calls[at] = ToolCall(
-        str(piece.get("id") or old.id),
-        old.name + str(function.get("name") or ""),
-        old.arguments + str(function.get("arguments") or ""),
-    )
+    def _add_to_call(self, piece: Mapping[str, Any]) -> None:
+        at = int(piece.get("index") or 0)
+        old, function = self.calls.get(at, ToolCall("", "", "")), piece.get("function") or {}
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        self.calls[at] = ToolCall(str(piece.get("id") or old.id), f"{old.name}{name}", f"{old.arguments}{arguments}")
+
+    def end(self) -> Iterator[StreamEvent]:
+        if self.reason is None:
+            raise ServerUnreachableError("the server ended the answer before it was complete", hint="ask again")
+        yield from self.calls.values()
+        yield AnswerDone(self.reason, self.usage, self.cache_miss, self.timings)
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
@@ -379,22 +394,11 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
     buffer = bytearray()
     async for piece in response.aiter_bytes():
         buffer += piece
-        while (end := buffer.find(b"\n")) >= 0:
-            line = bytes(buffer[:end])
-            del buffer[: end + 1]
+        *lines, buffer = buffer.split(b"\n")
+        for line in lines:
             yield line.rstrip(b"\r").decode("utf-8", "replace")
     if buffer:
         yield bytes(buffer).decode("utf-8", "replace")
-
-
-def _comment(comment: str) -> StreamEvent | None:
-    found = _PREFILL.search(comment)
-    if found:
-        return PromptProgress(int(found[1]), int(found[2]))
-    found = _LEFT_OUT.fullmatch(comment)
-    if found:
-        return MessagesLeftOut(int(found[1]), int(found[2]))
-    return None if _NO_NEWS.fullmatch(comment) else WaitNote(_SAID.get(comment, comment))
 
 
 def _usage(usage: Mapping[str, Any]) -> AnswerUsage:
@@ -425,30 +429,21 @@ def _timings(said: Mapping[str, Any]) -> AnswerTimings:
 
 
 def _listed(entry: Mapping[str, Any]) -> ListedModel:
-    sampling = entry.get("sampling")
+    meta = _table(entry, "meta")
+    lengths = [*map(entry.get, _CONTEXT_FIELDS), *map(meta.get, _CONTEXT_FIELDS)]
     return ListedModel(
         str(entry["id"]),
-        _context(entry),
-        _physics(entry),
+        next((n for n in lengths if isinstance(n, int) and n > 0), None),
+        _table(entry, "physics"),
         str(entry.get("notice") or ""),
-        sampling if isinstance(sampling, Mapping) else {},
+        _table(entry, "sampling"),
         bool(entry.get("has_system")),
     )
 
 
-def _physics(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = entry.get("physics")
+def _table(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = entry.get(name)
     return found if isinstance(found, Mapping) else {}
-
-
-def _context(entry: Mapping[str, Any]) -> int | None:
-    meta = entry.get("meta")
-    for place in (entry, meta if isinstance(meta, Mapping) else {}):
-        for name in _CONTEXT_FIELDS:
-            value = place.get(name)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
 
 
 def _error(status: int, body: bytes) -> LocalLLMError:

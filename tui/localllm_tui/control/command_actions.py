@@ -20,7 +20,7 @@ from localllm_tui.control.attachments import (
     typed_in,
     with_files,
 )
-from localllm_tui.control.chat import Chat
+from localllm_tui.control.chat import ChatController
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.formatting import how_many, title_of
 from localllm_tui.control.import_export import to_html, to_json, to_markdown
@@ -29,25 +29,25 @@ from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line
 
 
-async def new(chat: Chat, _: str) -> None:
+async def new(chat: ChatController, _: str) -> None:
     """Start an empty conversation with the same system prompt, and say so."""
-    system = chat.session.system if chat.session.system_set else chat.system_asked
+    system = chat.session.system if chat.session.system_set else chat.options.system
     await chat.open(Session(chat.history, chat.model, system=system))
     if system:
-        await chat.say("the system prompt is kept, and shown at the top: /system - removes it")
+        await chat.face.say("the system prompt is kept, and shown at the top: /system - removes it")
 
 
-async def list_conversations(chat: Chat, words: str) -> None:
-    await chat.choose(words)
+async def list_conversations(chat: ChatController, words: str) -> None:
+    await chat.face.choose(words)
 
 
-async def find_in_conversation(chat: Chat, words: str) -> None:
+async def find_in_conversation(chat: ChatController, words: str) -> None:
     if chat.session.id is None:
         raise UsageError("nothing was said yet")
-    await chat.choose(words, within=True)
+    await chat.face.choose(words, in_this_conversation=True)
 
 
-async def resume_last(chat: Chat, _: str) -> None:
+async def resume_last(chat: ChatController, _: str) -> None:
     """Continue the answer on screen where it was stopped or cut; else open the newest other conversation."""
     last = chat.session.turns[-1] if chat.session.turns else None
     if last is not None and chat.session.unfinished(last) and not chat.answering:
@@ -59,7 +59,7 @@ async def resume_last(chat: Chat, _: str) -> None:
     await resume(chat, found[0].id)
 
 
-async def resume(chat: Chat, conv_id: str, at: int = 0) -> None:
+async def resume(chat: ChatController, conv_id: str, at: int = 0) -> None:
     """Open an earlier conversation, at a turn of it if one is given."""
     session = chat.session if chat.session.id == conv_id else Session(chat.history, chat.model, conv_id=conv_id)
     if at and session.tree.holds(at):
@@ -68,7 +68,7 @@ async def resume(chat: Chat, conv_id: str, at: int = 0) -> None:
     await chat.open(session, at)
 
 
-async def retry(chat: Chat, name: str) -> None:
+async def retry(chat: ChatController, name: str) -> None:
     """Answer the last question again, by the model of this name ("": the one in use); the earlier answer stays beside it."""
     if name:
         await _model_named(chat, name)
@@ -76,67 +76,67 @@ async def retry(chat: Chat, name: str) -> None:
     await chat.answer_again(model=name)
 
 
-async def continue_answer(chat: Chat, _: str) -> None:
+async def continue_answer(chat: ChatController, _: str) -> None:
     """Continue an answer that was stopped, cut at its limit or broken off."""
     await chat.stop_answer()
     await chat.answer_again(continues=True)
 
 
-async def show_earlier_version(chat: Chat, _: str) -> None:
+async def show_earlier_version(chat: ChatController, _: str) -> None:
     """Show the version before of the last answer."""
     await chat.stop_answer()
     answer = chat.session.last_answer
     if answer is None:
         raise UsageError("there is no answer yet")
     chat.session.other_version(answer, -1)
-    await chat.redraw()
+    await chat.face.redraw()
 
 
-async def edit(chat: Chat, which: str) -> None:
+async def edit(chat: ChatController, which: str) -> None:
     if which not in ("", "last"):
         raise UsageError(f"/edit {which} is not known", hint="/edit changes the last question; F2 selects any turn")
     await chat.stop_answer()
     chat.edit(chat.session.last_question)
 
 
-async def branch(chat: Chat, _: str) -> None:
+async def branch(chat: ChatController, _: str) -> None:
     """Branch off a new conversation with all turns so far."""
     await chat.stop_answer()
     await run_on_turn(chat, "branch", chat.session.turns[-1] if chat.session.turns else chat.session.last_question)
 
 
-async def drop(chat: Chat, _: str) -> None:
+async def drop(chat: ChatController, _: str) -> None:
     """Remove the last question, where it has no answer."""
     await chat.stop_answer()
     chat.session.drop_question()
-    await chat.redraw()
+    await chat.face.redraw()
 
 
-async def compact(chat: Chat, argument: str) -> None:
+async def compact(chat: ChatController, argument: str) -> None:
     """Allow context compaction, or forbid it again; a question that did not fit is asked again."""
     if argument not in ("", "off"):
         raise UsageError(f"/compact {argument} is not known", hint="use /compact or /compact off")
     chat.session.set_compacts(not argument)
     if argument:
         always = "; but the setting `compaction` is auto" if chat.client.compacts else ""
-        await chat.say(f"a conversation that does not fit the context is an error again{always}")
+        await chat.face.say(f"a conversation that does not fit the context is an error again{always}")
         return
     if not chat.answering and chat.session.turns[-1].role == "user":
         await retry(chat, "")
         return
-    await chat.say(
+    await chat.face.say(
         "once the conversation does not fit, its oldest messages are left out of what the model gets; all of it "
         "stays here and on disk"
     )
 
 
-async def copy(chat: Chat, what: str) -> None:
+async def copy(chat: ChatController, what: str) -> None:
     answer = chat.answer_text or (chat.session.last_answer.content if chat.session.last_answer else "")
     if not answer:
         raise UsageError("there is no answer to copy yet")
     kind, _, number = what.partition(" ")
     if kind == "":
-        chat.to_clipboard(answer, "the answer")
+        chat.face.copy(answer, "the answer")
         return
     if kind != "code" or (number and not number.strip().isdigit()):
         raise UsageError(f"/copy {what} is not known", hint="use /copy, /copy code or /copy code 2")
@@ -144,19 +144,19 @@ async def copy(chat: Chat, what: str) -> None:
     at = int(number) if number else len(blocks)
     if not 1 <= at <= len(blocks):
         raise UsageError(f"the last answer has {len(blocks)} code blocks" + (f", not {at}" if number else ""))
-    chat.to_clipboard(blocks[at - 1], f"code block {at} of {len(blocks)}")
+    chat.face.copy(blocks[at - 1], f"code block {at} of {len(blocks)}")
 
 
-async def save(chat: Chat, name: str) -> None:
+async def save(chat: ChatController, name: str) -> None:
     """Write the conversation to a new file: JSON for a name that ends in .json, else Markdown."""
     await _save(chat, name, mode="x")
 
 
-async def save_over(chat: Chat, name: str) -> None:
+async def save_over(chat: ChatController, name: str) -> None:
     await _save(chat, name, mode="w")
 
 
-async def _save(chat: Chat, name: str, mode: str) -> None:
+async def _save(chat: ChatController, name: str, mode: str) -> None:
     if not name:
         raise UsageError("/save needs a file name", hint="for example /save chat.md")
     path = Path(name).expanduser()
@@ -167,31 +167,31 @@ async def _save(chat: Chat, name: str, mode: str) -> None:
         raise UsageError(f"{path} exists already", hint=f"/save! {name} overwrites it") from None
     except OSError as e:
         raise UsageError(f"{path} can't be written: {e.strerror or e}") from e
-    await chat.say(f"saved to {path}")
+    await chat.face.say(f"saved to {path}")
 
 
 _WRITERS = {".json": to_json, ".html": to_html, ".htm": to_html}
 
 
-async def title(chat: Chat, text: str) -> None:
+async def title(chat: ChatController, text: str) -> None:
     if chat.session.id is None:
         raise UsageError("a conversation has a title once something was asked")
     if text:
         chat.session.rename(title_of(text))
-    await chat.say(f"title: {chat.session.title}")
+    await chat.face.say(f"title: {chat.session.title}")
 
 
-async def import_from(chat: Chat, name: str) -> None:
+async def import_from(chat: ChatController, name: str) -> None:
     """Import the conversations of a file; a single one is opened."""
     if not name:
         raise UsageError("/import needs a file name", hint="for example /import conversations.json")
     ids = import_export.store(chat.history, import_export.read(Path(name)), chat.model)
     if len(ids) == 1:
         await resume(chat, ids[0])
-    await chat.say(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all")
+    await chat.face.say(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all")
 
 
-async def attach(chat: Chat, name: str) -> None:
+async def attach(chat: ChatController, name: str) -> None:
     """Attach a file to the next question; "-" removes all attachments."""
     if not name:
         raise UsageError("/attach needs a file name", hint="for example /attach notes.txt; /attach - takes all back")
@@ -209,7 +209,7 @@ async def attach(chat: Chat, name: str) -> None:
     attach_text(chat, name, text)
 
 
-async def _attach_folder(chat: Chat, folder: Path) -> None:
+async def _attach_folder(chat: ChatController, folder: Path) -> None:
     files, left_out = await asyncio.to_thread(read_folder, folder)
     check_room([*chat.attached, *files], chat.n_ctx)
     tokens, _ = await chat.client.counted(chat.model, [{"role": "user", "content": with_files("", files)}])
@@ -217,18 +217,18 @@ async def _attach_folder(chat: Chat, folder: Path) -> None:
         chat.attach(name, text)
     cost = f", {tokens:,} tokens" if tokens is not None else ""
     rest = f"; {left_out} that are no text stay" if left_out else ""
-    await chat.say(
+    await chat.face.say(
         f"{one_line(str(folder))}: {how_many(len(files), 'file')} go along{cost}{rest}; /attach - takes them back"
     )
 
 
-def attach_text(chat: Chat, name: str, text: str) -> None:
+def attach_text(chat: ChatController, name: str, text: str) -> None:
     """Attach a text to the next question. Raises ContextLengthError for one that can't fit."""
     check_room([*chat.attached, (name, text)], chat.n_ctx)
     chat.attach(name, text)
 
 
-async def system(chat: Chat, text: str) -> None:
+async def system(chat: ChatController, text: str) -> None:
     if text:
         await chat.stop_answer()
         chat.session.set_system("" if text == "-" else text)
@@ -239,22 +239,22 @@ async def system(chat: Chat, text: str) -> None:
             f"\nIt stands before everything that was said, so all of it ({chat.session.used_tokens:,} tokens) is read again "
             "for the next answer"
         )
-    await chat.say(said)
+    await chat.face.say(said)
 
 
-async def model(chat: Chat, name: str) -> None:
+async def model(chat: ChatController, name: str) -> None:
     models = await chat.client.models()
     names = [m.name for m in models]
     if not name:
         lines = [f"{'>' if m == chat.model else ' '} {one_line(m)}" for m in names]
         more = "\n/model NAME uses another" if len(names) > 1 else "\nlocalllm chat -m NAME starts with another"
-        await chat.say("models on this server:\n" + "\n".join(lines) + more)
+        await chat.face.say("models on this server:\n" + "\n".join(lines) + more)
         return
     chat.use_model(name, await _model_named(chat, name))
-    await chat.say(f"{name} answers from here on; where it is not in memory yet, the next question loads it")
+    await chat.face.say(f"{name} answers from here on; where it is not in memory yet, the next question loads it")
 
 
-async def _model_named(chat: Chat, name: str) -> list[ListedModel]:
+async def _model_named(chat: ChatController, name: str) -> list[ListedModel]:
     """The server's models, this one among them. Raises UsageError where it has none of this name."""
     models = await chat.client.models()
     names = [m.name for m in models]
@@ -266,55 +266,75 @@ async def _model_named(chat: Chat, name: str) -> list[ListedModel]:
     return [*models, replace(found, name=name)]
 
 
-async def run_shell(chat: Chat, command: str) -> None:
+async def run_shell(chat: ChatController, command: str) -> None:
     """Send what a command prints along with the next question, shown first; asks before the first of a chat."""
     if not command:
         raise UsageError("/run needs a command", hint="for example !git diff")
-    if not chat.runs_commands and not await chat.approve("a command is to run on this machine", command):
-        await chat.say(f"not run: {one_line(command)}")
+    if not chat.runs_commands and not await chat.face.approve("a command is to run on this machine", command):
+        await chat.face.say(f"not run: {one_line(command)}")
         return
     chat.runs_commands = True
     said = await shell.output_of(command)
-    await chat.say(fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True)
+    await chat.face.say(fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True)
     attach_text(chat, f"$ {one_line(command)}", said)
 
 
-async def save_prompt(chat: Chat, what: str) -> None:
+async def save_prompt(chat: ChatController, what: str) -> None:
     """Keep a prompt: "NAME TEXT", or the last question as NAME."""
     name, _, text = what.partition(" ")
     if not name:
         raise UsageError("/save-prompt needs a name", hint="for example /save-prompt review Look for bugs in this")
     _prompts(chat).save(name, text.strip() or typed_in(chat.session.last_question))
-    await chat.say(f"kept: /prompt {name} writes it")
+    await chat.face.say(f"kept: /prompt {name} writes it")
 
 
-async def use_prompt(chat: Chat, what: str) -> None:
+async def use_prompt(chat: ChatController, what: str) -> None:
     """Write a prompt into the input, and what follows its name below it; without a name, list them."""
     name, _, more = what.partition(" ")
     if name:
-        await chat.write("\n\n".join(part for part in (_prompts(chat).text(name), more.strip()) if part))
+        await chat.face.write("\n\n".join(part for part in (_prompts(chat).text(name), more.strip()) if part))
         return
     names = _prompts(chat).names()
-    await chat.say("prompts: " + ", ".join(names) if names else "no prompt is kept; /save-prompt NAME TEXT keeps one")
+    await chat.face.say(
+        "prompts: " + ", ".join(names) if names else "no prompt is kept; /save-prompt NAME TEXT keeps one"
+    )
 
 
-def _prompts(chat: Chat) -> Prompts:
+def _prompts(chat: ChatController) -> Prompts:
     return Prompts(chat.history.path.parent / "prompts")
 
 
-async def set_sampling(chat: Chat, text: str) -> None:
+async def set_sampling(chat: ChatController, text: str) -> None:
     if text:
         chat.client.sampling = sampling.changed(chat.client.sampling, text)
     own = next((m.sampling for m in await chat.client.models() if m.name == chat.model), {})
     now = sampling.words(own, chat.client.sampling) or "the model's own"
-    await chat.say(f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back")
+    await chat.face.say(f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back")
 
 
-async def quit_chat(chat: Chat, _: str) -> None:
+async def switch_tools(chat: ChatController, what: str) -> None:
+    """/tools: on, off, or which there are."""
+    word, _, name = what.partition(" ")
+    if word not in ("", "on", "off"):
+        raise UsageError(f"/tools {what} is not known", hint="use /tools, /tools on, /tools on NAME or /tools off")
+    if word == "off":
+        await chat.tools.switch_off()
+    elif word == "on":
+        await chat.tools.switch_on(name.strip())
+    asks = "\nEach call waits for your yes, with its arguments shown" if chat.tools.on else "\n/tools on starts them"
+    await chat.face.say(chat.tools.said() + (asks if chat.tools.names else ""))
+
+
+async def use_own_engine(chat: ChatController, _: str) -> None:
+    """/own: load the model in this chat, after its server went away."""
+    await chat.use_own_engine()
+
+
+async def quit_chat(chat: ChatController, _: str) -> None:
     await chat.leave()
 
 
-async def run_on_turn(chat: Chat, what: str, turn: StoredMessage, argument: int = 0) -> None:
+async def run_on_turn(chat: ChatController, what: str, turn: StoredMessage, argument: int = 0) -> None:
     """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
     stopped = what not in ("copy", "code") and await chat.stop_answer()
     await _DONE[what](chat, turn, argument)
@@ -322,49 +342,49 @@ async def run_on_turn(chat: Chat, what: str, turn: StoredMessage, argument: int 
         "version",
         "branch",
     ):  # these keys are for looking around: stopping an answer is a side effect
-        await chat.say("the answer that was being written was stopped; g at its turn goes on with it")
+        await chat.face.say("the answer that was being written was stopped; g at its turn goes on with it")
 
 
-async def _edit(chat: Chat, turn: StoredMessage, _: int) -> None:
+async def _edit(chat: ChatController, turn: StoredMessage, _: int) -> None:
     chat.edit(turn)
 
 
-async def _again(chat: Chat, turn: StoredMessage, _: int) -> None:
+async def _again(chat: ChatController, turn: StoredMessage, _: int) -> None:
     await chat.answer_again(turn)
 
 
-async def _more(chat: Chat, turn: StoredMessage, _: int) -> None:
+async def _more(chat: ChatController, turn: StoredMessage, _: int) -> None:
     await chat.answer_again(turn, continues=True)
 
 
-async def _version(chat: Chat, turn: StoredMessage, step: int) -> None:
+async def _version(chat: ChatController, turn: StoredMessage, step: int) -> None:
     chat.session.other_version(turn, step)
-    await chat.redraw()
+    await chat.face.redraw()
 
 
-async def _copy(chat: Chat, turn: StoredMessage, _: int) -> None:
-    chat.to_clipboard(typed_in(turn), "the question" if turn.role == "user" else "the answer")
+async def _copy(chat: ChatController, turn: StoredMessage, _: int) -> None:
+    chat.face.copy(typed_in(turn), "the question" if turn.role == "user" else "the answer")
 
 
-async def _code(chat: Chat, turn: StoredMessage, number: int) -> None:
+async def _code(chat: ChatController, turn: StoredMessage, number: int) -> None:
     blocks = code_blocks(turn.content)
     if not 1 <= number <= len(blocks):
         raise UsageError(f"this turn has {len(blocks)} code blocks" + (f", not {number}" if blocks else ""))
-    chat.to_clipboard(blocks[number - 1], f"code block {number} of {len(blocks)}")
+    chat.face.copy(blocks[number - 1], f"code block {number} of {len(blocks)}")
 
 
-async def _branch(chat: Chat, turn: StoredMessage, _: int) -> None:
+async def _branch(chat: ChatController, turn: StoredMessage, _: int) -> None:
     branch = chat.session.branch_off(turn)
     await chat.open(branch)
-    await chat.say(f"a conversation of its own from here on: {branch.title}; /list has both")
+    await chat.face.say(f"a conversation of its own from here on: {branch.title}; /list has both")
 
 
-async def _remove(chat: Chat, turn: StoredMessage, _: int) -> None:
+async def _remove(chat: ChatController, turn: StoredMessage, _: int) -> None:
     chat.session.remove(turn)
-    await chat.redraw()
+    await chat.face.redraw()
 
 
-_DONE: dict[str, Callable[[Chat, StoredMessage, int], Awaitable[None]]] = {
+_DONE: dict[str, Callable[[ChatController, StoredMessage, int], Awaitable[None]]] = {
     "edit": _edit, "again": _again, "more": _more, "version": _version, "copy": _copy, "code": _code,
     "branch": _branch, "remove": _remove,
 }  # fmt: skip

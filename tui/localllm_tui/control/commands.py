@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from localllm.errors import UsageError
+from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import command_actions as actions
-from localllm_tui.control.chat import Chat
+from localllm_tui.control.chat import ChatController
 from localllm_tui.control.keys import APP, CHAT, COMPOSER, KEYS, MODELS, SLIDER, TURN, label_of, remapped
 
-CommandAction: TypeAlias = Callable[[Chat, str], Awaitable[None]]
+CommandAction: TypeAlias = Callable[[ChatController, str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Command:
     """`name` without its slash and what it runs; `argument` as F1 shows it ("" for none).
 
     `palette`: its title there, "" to stay out of it. `insist` is run for the name with a "!". `screen`: the function of
-    localllm_tui.screens that a chat with a screen calls instead ("module:function"; alone, it needs one). `keys` run it without an
-    argument, named as the toolkit does; `label` as people do.
+    localllm_tui.screens that a chat with a screen calls instead ("module:function"). `plain`: it works without a screen.
+    `keys` run it without an argument, named as the toolkit does; `label` as people do.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Command:
     aliases: tuple[str, ...] = ()
     insist: CommandAction | None = None
     screen: str = ""
+    plain: bool = True
     keys: str = ""
     label: str = ""
 
@@ -46,8 +47,8 @@ class Command:
         return f"/{self.name} {self.argument}".rstrip()
 
 
-async def _list_commands(chat: Chat, _: str) -> None:
-    await chat.say(section_text(command_section(plain=True)))
+async def _list_commands(chat: ChatController, _: str) -> None:
+    await chat.face.say(section_text(command_section(plain=True)))
 
 
 COMMANDS = (
@@ -67,7 +68,8 @@ COMMANDS = (
     Command("retry", actions.retry, "answer the last question again, by another model if one is named", "[MODEL]", "Retry the last answer",
         ("regenerate",)),
     Command(
-        "compare", None, "see the versions of the last answer side by side", "", "Compare answers", screen="compare:open_compare",
+        "compare", None, "see the versions of the last answer side by side", "", "Compare answers",
+        screen="compare:open_compare", plain=False,
     ),
     Command("more", actions.continue_answer, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
     Command(
@@ -97,16 +99,16 @@ COMMANDS = (
     Command("attach", actions.attach, "send a file or a folder along with the next question (- takes back)", "FILE"),
     Command(
         "run", actions.run_shell, "send what a command prints along with the next question; !COMMAND does too", "COMMAND",
-        screen="shell:run_beside",
+        screen="beside:run_beside",
     ),
     Command("prompt", actions.use_prompt, "write a prompt that was kept, or list them", "[NAME]"),
     Command("save-prompt", actions.save_prompt, "keep a prompt under a name: the text, or the last question", "NAME [TEXT]"),
     Command(
         "asked", None, "search what was asked before, in any conversation, and ask it again", "[WORDS]", "Earlier questions",
-        screen="asked:open_asked", keys="ctrl+r", label="Ctrl+R",
+        screen="asked:open_asked", plain=False, keys="ctrl+r", label="Ctrl+R",
     ),
     Command(
-        "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor", screen="editing:open_editor",
+        "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor", screen="beside:open_editor", plain=False,
         keys="ctrl+g", label="Ctrl+G",
     ),
     Command(
@@ -114,21 +116,21 @@ COMMANDS = (
     ),
     Command("model", actions.model, "show the models on this server, or use another", "[NAME]", "Show the models"),
     Command(
-        "tools", None, "let the model ask for tools of the programs in config.toml; each call needs your yes",
-        "[on [NAME]|off]", "Tools", screen="chat_streaming:switch_tools",
+        "tools", actions.switch_tools, "let the model ask for tools of the programs in config.toml; each call needs your yes",
+        "[on [NAME]|off]", "Tools", plain=False,
     ),
     Command("sampling", actions.set_sampling, "how answers are drawn: temperature, top_p, seed …", "[NAME VALUE]", "Sampling"),
     Command(
         "models", None, "what would fit this machine, what is on its disk; pull, use and remove", "",
-        "Models", screen="models:open_models", keys="f4", label="F4",
+        "Models", screen="models:open_models", plain=False, keys="f4", label="F4",
     ),
     Command(
-        "own", None, "load the model in this chat, when the server it is attached to went away", "",
-        "Load the model in this chat", screen="chat_catalog:use_own_engine",
+        "own", actions.use_own_engine, "load the model in this chat, when the server it is attached to went away", "",
+        "Load the model in this chat", plain=False,
     ),
     Command(
         "glass", None, "show or hide what a token costs and where the time went", "", "What a token costs",
-        screen="dialogs:open_glass", keys="f3", label="F3",
+        screen="dialogs:open_glass", plain=False, keys="f3", label="F3",
     ),
     Command(
         "help", _list_commands, "show all commands and keys", "", "Keys and commands", ("?",), screen="dialogs:open_help",
@@ -162,23 +164,41 @@ def parse(text: str) -> tuple[str, str] | None:
     return (_NAMES[name].name if name in _NAMES else name), (found[2] or "").strip()
 
 
-async def run(chat: Chat, name: str, argument: str) -> None:
+async def submit(chat: ChatController, text: str) -> None:
+    """Do what was typed: a command; else a question, sent now or once the answer in progress has ended."""
+    command = parse(text)
+    if command is not None:
+        await run_and_report(chat, *command)
+    elif chat.answering:
+        chat.queue(text)
+    elif text or chat.attached:
+        await chat.send(question(text))
+
+
+async def run_and_report(chat: ChatController, name: str, argument: str) -> None:
+    """Do what a command says, in the face's own way where it has one, or say why not."""
+    try:
+        if not await chat.face.run_on_screen(name, argument):
+            await run(chat, name, argument)
+    except LocalLLMError as e:
+        await chat.trouble(e)
+    chat.face.changed()
+
+
+async def run(chat: ChatController, name: str, argument: str) -> None:
     """Do what `parse` found. Raises LocalLLMError where there is no such command, or it can't be done."""
-    command = _NAMES.get(name.removesuffix("!"))
-    runs = None if command is None else command.insist if name.endswith("!") else command.run
+    command = known(name)
+    runs = None
+    if command is not None:
+        runs = command.insist if name.endswith("!") else command.run
     if runs is None:
         raise UsageError(f"there is no command /{name}", hint=suggestion(name))
     await runs(chat, argument)
 
 
-def needs_screen(name: str) -> bool:
-    command = _NAMES.get(name.removesuffix("!"))
-    return command is not None and command.run is None
-
-
-def opener(name: str) -> str:
-    """The function in localllm_tui.screens that runs this command on a screen; "" where its action does."""
-    return _NAMES[name].screen if name in _NAMES else ""
+def known(name: str) -> Command | None:
+    """The command of this name, insisted on or not."""
+    return _NAMES.get(name.removesuffix("!"))
 
 
 def question(text: str) -> str:
@@ -232,9 +252,7 @@ def help_sections() -> tuple[HelpSection, ...]:
 
 def command_section(*, plain: bool = False) -> HelpSection:
     """The slash commands; `plain`: those that work without a screen."""
-    return HelpSection(
-        "Commands", tuple(HelpEntry(c.usage, c.help) for c in COMMANDS if c.run is not None or not plain)
-    )
+    return HelpSection("Commands", tuple(HelpEntry(c.usage, c.help) for c in COMMANDS if c.plain or not plain))
 
 
 def _key_section(title: str, *owners: str) -> HelpSection:

@@ -29,6 +29,7 @@ class Pull:
     name: str = ""
     error: LocalLLMError | None = None
     ended: bool = False
+    announced: bool = False  # its end
     stopping: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -95,13 +96,13 @@ class Pulls:
         return running[0].words() + (f" (and {len(running) - 1} more)" if len(running) > 1 else "")
 
     def _run(self, pull: Pull) -> None:
-        def told(progress: PullProgress) -> None:
+        def report(progress: PullProgress) -> None:
             if pull.stopping.is_set():
                 raise _Stopped
             pull.now = progress
 
         try:
-            pull.name = self._service.pull(pull.ref, told)
+            pull.name = self._service.pull(pull.ref, report)
             pull.now = replace(pull.now, phase="done", left_s=None)
         except _Stopped:
             pass
@@ -242,32 +243,41 @@ STARTER = (
 )
 
 
-def first_run_lines(starter: str, choices: Sequence[PlanChoice], pulls: Pulls, *, planned: bool) -> list[str]:
-    """The page of the first run; says that it is planning until `planned`."""
-    if not planned:  # as many lines as there will be: nothing moves when they come
+@dataclass(slots=True)
+class FirstRun:
+    """What the page of the first run offers beside the `starter`: plans to pull, None while they are made."""
+
+    starter: str
+    pulls: Pulls
+    choices: Sequence[PlanChoice] | None = None
+
+    @property
+    def best(self) -> list[PlanChoice]:
+        larger = [c for c in self.choices or () if not self.starter.startswith(c.ref.partition(":")[0])]
+        return larger[:FIRST_RUN_SHOWN]
+
+    def lines(self) -> list[str]:
+        """The page; as many lines while it is planned as there will be: nothing moves when they come."""
+        if self.choices is None:
+            dots = [f"  {key}  …" for key in FIRST_RUN_KEYS]
+            return [STARTER, "", "Planning what this machine could run …", *dots, _ALL_MODELS]
+        if not self.best:
+            return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
+        offers = [
+            f"  {key}  {self._offer(key, choice)}" for key, choice in zip(FIRST_RUN_KEYS, self.best, strict=False)
+        ]
         return [
             STARTER,
             "",
-            "Planning what this machine could run …",
-            *(f"  {key}  …" for key in FIRST_RUN_KEYS),
+            "Worth having on this machine; one key pulls one, while you chat on:",
+            *offers,
             _ALL_MODELS,
         ]
-    best = worth_pulling(starter, choices)
-    if not best:
-        return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
-    said = [STARTER, "", "Worth having on this machine; one key pulls one, while you chat on:"]
-    for key, choice in zip(FIRST_RUN_KEYS, best, strict=False):
-        pull = pulls.of(choice.ref)
-        if pull is not None and pull.done:
-            said.append(f"  {key}  {choice.plan['name']} is here: {key} uses it")
-        elif pull is not None:
-            said.append(f"  {key}  {pull.words()}")
-        else:
+
+    def _offer(self, key: str, choice: PlanChoice) -> str:
+        pull = self.pulls.of(choice.ref)
+        if pull is None:
             speed = choice.plan["decode_tok_s"]
             rate = f"{speed['low']:.0f} to {speed['high']:.0f} tokens/s"
-            said.append(f"  {key}  {choice.title}: {byte_size(choice.plan['variant']['bytes'])}, {rate}")
-    return [*said, _ALL_MODELS]
-
-
-def worth_pulling(starter: str, choices: Sequence[PlanChoice]) -> list[PlanChoice]:
-    return [c for c in choices if not starter.startswith(c.ref.partition(":")[0])][:FIRST_RUN_SHOWN]
+            return f"{choice.title}: {byte_size(choice.plan['variant']['bytes'])}, {rate}"
+        return f"{choice.plan['name']} is here: {key} uses it" if pull.done else pull.words()

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
-from localllm_tui.control import commands
-from localllm_tui.control.formatting import ago, elide, fitted, how_many
-from localllm_tui.control.keys import KeyContext, hints
+from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.terminal import one_line
 
 
@@ -33,39 +31,11 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], e
     return "\n\n".join(lines)
 
 
-def footer(context: KeyContext, typed: str, width: int, *, queued: bool = False, alone: bool = False) -> str:
-    """The line under the input: the key hints, or the commands that `typed` can become.
-
-    `queued`: a question waits for the answer to end. `alone`: the turn that is selected has no other version.
-    """
-    if context is KeyContext.ANSWERING:
-        return fitted(hints(context) + (" · sent when this answer ends" if queued else ""), width)
-    if context is KeyContext.SELECTING:
-        return fitted(hints(context, without="turn.version-back" if alone else ""), width)
-    found = commands.matching(typed)
-    typed_whole = [c for c in found if typed == f"/{c.name}"]
-    if len(found) == 1 or typed_whole:
-        command = (typed_whole or found)[0]
-        return f"/{command.name} · {command.help}"
-    if found:
-        return elide("  ".join(f"/{c.name}" for c in found), width)
-    return fitted(hints(context) + (" · F1 help" if context is KeyContext.WRITING else ""), width)
-
-
 CONTINUED_ELSEWHERE = "Another window has removed what this goes on from, so here it goes on in a copy of the conversation; /list has both"
 CONTINUED_BESIDE = "Another window has gone on with this conversation too: what was said there stands beside this (◂ ▸, F2 selects a turn)"
 
 
-def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
-    """The line above the input: what is written there, with which files, and what sending it costs."""
-    if context is KeyContext.ANSWERING:
-        return "answering"
-    if context is KeyContext.SELECTING:
-        return "a turn is selected"
-    said = "message" if context is KeyContext.WRITING else "changing what was said"
-    if attached:
-        said += " " + elide(one_line(f"+ {', '.join(attached)}"), 50)
-    return said + (f" · {costs}" if costs else "")
+NOT_LOADED = "What you type is kept. /model shows what else is installed here, /retry asks again once that is settled."
 
 
 def way_on(error: LocalLLMError, *, kept: bool, alone: bool) -> str:

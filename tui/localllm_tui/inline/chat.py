@@ -17,17 +17,18 @@ from rich.console import Console
 from rich.text import Text
 
 from localllm.conversation.history import StoredMessage
-from localllm.errors import ContextLengthError, LocalLLMError
+from localllm.errors import LocalLLMError
 from localllm_tui.control import commands
-from localllm_tui.control.answering import AnswerStream
+from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import files_and_folders, typed_in
-from localllm_tui.control.client import ChatClient
+from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.client import ToolResult
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.session import PendingAnswer, Session
-from localllm_tui.control.terminal import copy_with_tool, one_line, printable
+from localllm_tui.control.terminal import breaks_lines_anew, copy_with_tool, one_line, printable
 from localllm_tui.control.wording import note_under
 from localllm_tui.inline.page import InlinePage, Offer
-from localllm_tui.line_chat import LineChat
+from localllm_tui.line_chat import LineFace
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
 
@@ -69,6 +70,9 @@ class InlineAnswer:
             self._page.tail = what
             self._page.changed()
 
+    def tool(self, ran: ToolResult) -> None:
+        """Tools are switched on on a screen alone."""
+
     def end(self, note: str) -> None:
         """Write what is left of it, and a line about how it ended."""
         self._page.tail = ""
@@ -82,18 +86,21 @@ class InlineAnswer:
         return said.get().removesuffix("\n")
 
 
-class InlineChat(LineChat):
+class InlineFace(LineFace):
     """The chat of `--plain` on a page: what it prints goes above the input, and one can type while an answer comes."""
 
+    option, after_error = "--inline", "\n"
+
     def __init__(
-        self, client: ChatClient, model: str, session: Session, *, reflows: bool = False, typed: str = "",
+        self,
+        options: ChatOptions,
+        *,
+        reflows: bool = False,
+        typed: str = "",
         copy: Callable[[str], bool] = copy_with_tool,
-    ) -> None:  # fmt: skip
-        super().__init__(client, model, session, copy)
+    ) -> None:
+        super().__init__(options, copy)
         self._interrupted_s = float("-inf")
-        self._queued = ""
-        self._running: asyncio.Task[None] | None = None
-        self._stream: AnswerStream | None = None
         self._picking: tuple[Sequence[str], asyncio.Future[int | None]] | None = None
         self._files: list[str] | None = None
         self._costs: dict[str, str] = {}
@@ -101,39 +108,27 @@ class InlineChat(LineChat):
         self._look = palette(_COLOURS)
         self.page = InlinePage(
             submit=self._submit, offers=self._offers, status=self._status, keys=self._keys(), reflows=reflows, typed=typed,
-            asked=[*reversed(self.history.asked(limit=_EARLIER_ASKED))],
+            asked=[*reversed(options.history.asked(limit=_EARLIER_ASKED))],
         )  # fmt: skip
 
     async def run(self) -> None:
         """Until the user leaves, or the terminal goes."""
-        async with self.client:
-            self.tell(f"{one_line(self.model)}: Enter sends, / offers commands, @ files, Ctrl+D leaves")
-            if self.session.turns:
-                await self.open(self.session)
+        async with self.chat.client:
+            self.note(f"{one_line(self.chat.model)}: Enter sends, / offers commands, @ files, Ctrl+D leaves")
+            await self.show_session(0, None)
             with suppress(EOFError):
                 await self.page.app.run_async(pre_run=self._on_signals)
-            await self.stop_answer()
+            await self.chat.stop_answer()
 
-    # -- what LineChat asks for ---------------------------------------------------------------------------------------
+    # -- what is otherwise than line by line --------------------------------------------------------------------------
 
-    @property
-    def answering(self) -> bool:
-        return self._running is not None
-
-    @answering.setter
-    def answering(self, _: bool) -> None: ...
-
-    @property
-    def answer_text(self) -> str:
-        return self._stream.text if self._stream is not None and self.answering else ""
-
-    @answer_text.setter
-    def answer_text(self, _: str) -> None: ...
-
-    def tell(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self.page.write("\n".join(printable(line) for line in text.split("\n")) + "\n")
 
-    show = tell
+    show = note
+
+    def changed(self, *, recount: bool = False) -> None:
+        self.page.changed()
 
     async def pick(self, rows: Sequence[str]) -> int | None:
         self._picking = (rows, asyncio.get_running_loop().create_future())
@@ -145,35 +140,39 @@ class InlineChat(LineChat):
         self.page.replace(text)
 
     def edit(self, turn: StoredMessage) -> None:
-        self._editing = turn
         self.page.replace(typed_in(turn))
 
-    async def open(self, session: Session, at: int = 0) -> None:
-        await self.stop_answer()
-        self.session, self._editing = session, None
-        turns = session.turns
+    async def show_session(self, at: int, before: str | None) -> None:
+        turns = self.chat.session.turns
         if len(turns) > TURNS_SHOWN:
-            self.tell(f"… {len(turns) - TURNS_SHOWN:,} earlier turns: localllm chat shows them all")
+            self.note(f"… {len(turns) - TURNS_SHOWN:,} earlier turns: localllm chat shows them all")
         for turn in turns[-TURNS_SHOWN:]:
             self._write_turn(turn)
 
     async def redraw(self) -> None:
-        if self.session.turns:
-            self._write_turn(self.session.turns[-1])
+        if self.chat.session.turns:
+            self._write_turn(self.chat.session.turns[-1])
 
-    async def stop_answer(self) -> bool:
-        if self._running is None:
-            return False
-        self._running.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._running
-        return True
+    async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
+        if turn.role == "user":
+            self._write_turn(turn)
 
-    async def leave(self) -> None:
-        if not self.left:
-            self.left = True
-            await self.stop_answer()
-            self.page.app.exit()
+    async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
+        return InlineAnswer(self.page, self._look)
+
+    async def end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+        assert isinstance(shown, InlineAnswer)
+        if stream.turn is not None:
+            shown.end(note_under(stream.turn))
+        else:
+            shown.end("" if error is not None else "no answer: /retry asks again")
+
+    def submit_queued(self, text: str) -> None:
+        if self.page.buffer.text.strip() == text:
+            self._submit(text)
+
+    async def close(self) -> None:
+        self.page.app.exit()
 
     # -- questions and answers ----------------------------------------------------------------------------------------
 
@@ -191,86 +190,38 @@ class InlineChat(LineChat):
 
     def _submit(self, text: str) -> None:
         text = text.strip()
-        if self._picking is not None or not (text or self.attached):
+        if self._picking is not None or not (text or self.chat.attached):
             return
-        command = commands.parse(text)
-        if command is None and self.answering:
-            self._queued = text
-            self.page.changed()
-            return
-        self.page.buffer.append_to_history()
-        self.page.replace("")
-        self._start(self._command(*command) if command is not None else self._asked(commands.question(text)))
+        if commands.parse(text) is not None or not self.chat.answering:
+            self.page.buffer.append_to_history()
+            self.page.replace("")
+        self._start(commands.submit(self.chat, text))
 
-    def _start(self, what: Coroutine[Any, Any, None]) -> None:
+    def _start(self, what: Coroutine[Any, Any, object]) -> None:
         task = asyncio.ensure_future(self._reporting(what))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reporting(self, what: Coroutine[Any, Any, None]) -> None:
+    async def _reporting(self, what: Coroutine[Any, Any, object]) -> None:
         try:
             await what
         except LocalLLMError as e:
-            self._say_error(e)
-        if self.pending is not None and not self.left:
-            keep, self.pending = self.pending, None
-            await self.stop_answer()
-            self._running = asyncio.ensure_future(self._answer(keep))
-
-    async def _asked(self, text: str) -> None:
-        await self.ask(text)
-        if self.session.turns and self.session.turns[-1].role == "user":
-            self._write_turn(self.session.turns[-1])
-
-    async def _command(self, name: str, argument: str) -> None:
-        if commands.needs_screen(name):
-            self.tell(f"/{name} needs the screen: start the chat without --inline")
-        else:
-            await commands.run(self, name, argument)
-
-    async def _answer(self, keep: PendingAnswer) -> None:
-        shown = InlineAnswer(self.page, self._look)
-        self._stream = AnswerStream(keep)
-        compacts = self.client.compacts or self.session.compacts
-        trouble: LocalLLMError | None = None
-        shown.progress("waiting for the first token…")
-        try:
-            stream = self.client.stream(keep.model, keep.messages, compact=compacts, continues=keep.continues)
-            await self._stream.run(stream, shown)
-        except LocalLLMError as e:
-            trouble = e
-        except asyncio.CancelledError:
-            pass  # stopped by the user: the rest is an ordinary end
-        finally:
-            turn = self._stream.turn
-            shown.end(note_under(turn) if turn is not None else "" if trouble else "no answer: /retry asks again")
-            self._running = None
-        if trouble is not None:
-            self._say_error(trouble)
-            if self.session.unanswered:
-                self.session.fail_question()
-            if isinstance(trouble, ContextLengthError) and not compacts:
-                self.tell("/compact leaves out the oldest messages and asks again")
-        queued, self._queued = self._queued, ""
-        if queued and trouble is None and self.page.buffer.text.strip() == queued:
-            self._submit(queued)
-
-    def _say_error(self, e: LocalLLMError) -> None:
-        self.tell(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else "") + "\n")
+            await self.chat.trouble(e)
 
     # -- the lines below ----------------------------------------------------------------------------------------------
 
     def _status(self) -> str:
-        used = self.session.used_tokens
-        parts = [one_line(self.model), f"{used:,} tokens" if used else ""]
-        if self._stream is not None and (speed := self._stream.meter.tok_s):
-            parts.append(f"{speed:.1f} tok/s")
-        if self.attached:
-            parts.append("+ " + ", ".join(one_line(name) for name, _ in self.attached))
-        if self.answering:
-            parts.append("Esc stops" + (" · sent when this answer ends" if self._queued else ""))
-        if self._editing is not None:
-            parts.append("Enter asks again, the old version is kept")
+        chat = self.chat
+        used, speed = chat.session.used_tokens, chat.stream.meter.tok_s if chat.stream is not None else None
+        parts = [
+            one_line(chat.model),
+            f"{used:,} tokens" if used else "",
+            f"{speed:.1f} tok/s" if speed else "",
+            "+ " + ", ".join(one_line(name) for name, _ in chat.attached) if chat.attached else "",
+            "Esc stops" if chat.answering else "",
+            "sent when this answer ends" if chat.answering and chat.queued else "",
+            "Enter asks again, the old version is kept" if chat.editing is not None else "",
+        ]
         return " " + " · ".join(part for part in parts if part)[: max(10, self.page.columns - 2)]
 
     def _offers(self, page: InlinePage) -> Sequence[Offer]:
@@ -318,7 +269,7 @@ class InlineChat(LineChat):
         self.page.offer()
 
     async def _count(self, name: str) -> None:
-        self._costs[name] = (await FileCost.of(self.client, self.model, Path(name), self.n_ctx)).words
+        self._costs[name] = (await FileCost.of(self.chat.client, self.chat.model, Path(name), self.chat.n_ctx)).words
         self.page.offer()
 
     def _take(self, name: str) -> None:
@@ -327,7 +278,7 @@ class InlineChat(LineChat):
         if at is not None:
             buffer.delete_before_cursor(len(at.group(1)))
             buffer.insert_text(f"{Path(name).name} ")
-            self._start(self._command("attach", name))
+            self._start(commands.run_and_report(self.chat, "attach", name))
 
     # -- keys and signals ---------------------------------------------------------------------------------------------
 
@@ -335,31 +286,30 @@ class InlineChat(LineChat):
         keys = KeyBindings()
         keys.add("c-c")(lambda _: self._interrupt())
         keys.add("escape")(lambda _: self._escape())
-        keys.add("c-d")(lambda _: self.page.buffer.delete() if self.page.buffer.text else self._start(self.leave()))
-        keys.add("c-q")(lambda _: self._start(self.leave()))
+        keys.add("c-d")(
+            lambda _: self.page.buffer.delete() if self.page.buffer.text else self._start(self.chat.leave())
+        )
+        keys.add("c-q")(lambda _: self._start(self.chat.leave()))
         return keys
 
     def _escape(self) -> None:
-        self._queued, self._editing = "", None
+        self.chat.queued, self.chat.editing = "", None
         if self._picking is not None:
             self._picked(None)
-        elif self.answering:
-            self._start(self._stop())
-
-    async def _stop(self) -> None:
-        await self.stop_answer()
+        elif self.chat.answering:
+            self._start(self.chat.stop_answer())
 
     def _interrupt(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._queued = ""
+        self.chat.queued = ""
         if self._picking is not None:
             self._picked(None)
         elif self.page.buffer.text:
             self.page.replace("")
-        elif self.answering:
-            self._start(self._stop())
+        elif self.chat.answering:
+            self._start(self.chat.stop_answer())
         elif now - self._interrupted_s < QUIT_WITHIN_S:
-            self._start(self.leave())
+            self._start(self.chat.leave())
         else:
             self._interrupted_s = now
             self.page.hint("Ctrl+C again quits")
@@ -369,19 +319,15 @@ class InlineChat(LineChat):
         loop = asyncio.get_running_loop()
         for name in ("SIGHUP", "SIGTERM"):
             with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(getattr(signal, name), lambda: self._start(self.leave()))
+                loop.add_signal_handler(getattr(signal, name), lambda: self._start(self.chat.leave()))
         loop.call_soon(self.page.keep_terminal_over_sleep)  # once the terminal is as it is kept
 
 
-def talk_inline(client: ChatClient, model: str, session: Session, attached: Sequence[tuple[str, str]] = ()) -> Session:
-    """Chat in the scrollback until the user leaves; returns the conversation of then. `attached` go with the first question."""
-    from localllm_tui.control.terminal import breaks_lines_anew
-
-    os.environ.setdefault(
-        "PROMPT_TOOLKIT_NO_CPR", "1"
-    )  # the place of the cursor is not needed, and not every terminal tells it
+def talk_inline(options: ChatOptions) -> Session:
+    """Chat in the scrollback until the user leaves; returns the conversation of then."""
+    # The place of the cursor is not needed, and not every terminal tells it.
+    os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     reflows, typed = breaks_lines_anew()
-    chat = InlineChat(client, model, session, reflows=reflows, typed=typed)
-    chat.attached = list(attached)
-    asyncio.run(chat.run())
-    return chat.session
+    face = InlineFace(options, reflows=reflows, typed=typed)
+    asyncio.run(face.run())
+    return face.chat.session

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.text import Text
+from textual.screen import Screen
 from textual.widgets.option_list import Option
 
 from localllm.conversation.history import History
+from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, how_many
 from localllm_tui.control.keys import KeyContext
 from localllm_tui.control.terminal import one_line
-from localllm_tui.screens.chat_view import ChatViewScreen
 from localllm_tui.screens.picking import ListPicker
+from localllm_tui.widgets.composer import Composer
 
 _LISTED = 200
 
@@ -45,11 +47,13 @@ class AskedPicker(ListPicker[str | None]):
         self.dismiss(self._questions[int(name)])
 
 
-async def open_asked(chat: ChatViewScreen, words: str) -> None:
+async def open_asked(screen: Screen[Any], chat: ChatController, words: str) -> None:
     """/asked: search earlier questions; the chosen one takes the place of what is typed."""
+
+    composer = screen.query_one(Composer)
 
     def chosen(question: str | None) -> None:
         if question is not None:
-            chat.composer.replace_text(question)
+            composer.replace_text(question)
 
-    await chat.app.push_screen(AskedPicker(chat.history, words or chat.composer.text.strip()), chosen)
+    await screen.app.push_screen(AskedPicker(chat.history, words or composer.text.strip()), chosen)

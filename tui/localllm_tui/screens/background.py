@@ -14,14 +14,20 @@ from localllm_tui.control.meter import TokenCosts
 
 
 def start(
-    node: DOMNode, what: Callable[[], Coroutine[Any, Any, None]], group: str, *, exclusive: bool = True
+    node: DOMNode,
+    what: Callable[[], Coroutine[Any, Any, None]],
+    group: str,
+    *,
+    exclusive: bool = True,
+    exit_on_error: bool = False,
 ) -> Worker[None]:
-    """Run `what` for as long as `node` lives; `exclusive`: in place of the rest of its group. What it raises ends it alone.
+    """Run `what` for as long as `node` lives; `exclusive`: in place of the rest of its group. What it raises ends it alone, unless
+    `exit_on_error`.
 
     Takes the function and not its coroutine: one that an exit keeps from being started would be warned of.
     """
     work = cast("Callable[[], Coroutine[None, None, None]]", what)
-    return node.run_worker(work, group=group, exclusive=exclusive, exit_on_error=False)
+    return node.run_worker(work, group=group, exclusive=exclusive, exit_on_error=exit_on_error)
 
 
 # Long enough that not every key sends a request.

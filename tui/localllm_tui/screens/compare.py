@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, VerticalScroll
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import UsageError
 from localllm_tui.bindings import bindings_of
+from localllm_tui.control.chat import ChatController
 from localllm_tui.control.keys import COMPARE, KeyContext, hints
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line, printable
-from localllm_tui.screens.chat_view import ChatViewScreen
 from localllm_tui.widgets.line_filters import title
 from localllm_tui.widgets.text import GrowingText
 
@@ -78,6 +78,6 @@ def versions_of_answer(session: Session) -> tuple[list[StoredMessage], int]:
     return versions, next(n for n, version in enumerate(versions) if version.id == answer.id)
 
 
-async def open_compare(chat: ChatViewScreen, _: str) -> None:
+async def open_compare(screen: Screen[Any], chat: ChatController, _: str) -> None:
     """/compare: the versions of the last answer, two at a time."""
-    await chat.app.push_screen(CompareScreen(*versions_of_answer(chat.session)))
+    await screen.app.push_screen(CompareScreen(*versions_of_answer(chat.session)))

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Static
 
 from localllm_tui.bindings import bindings_of
-from localllm_tui.control.client import ToolCall
+from localllm_tui.control.chat import ChatController
 from localllm_tui.control.commands import HelpSection, help_sections
-from localllm_tui.control.interfaces import ToolSpec
 from localllm_tui.control.keys import APPROVAL, GLASS, HELP, KeyContext, hints
 from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, panel_lines
 from localllm_tui.control.terminal import printable
-from localllm_tui.screens.chat_view import ChatViewScreen
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel, glass_text
 from localllm_tui.widgets.line_filters import title as frame_title
 
@@ -175,30 +172,13 @@ class Approval(ModalScreen[bool]):
         self.dismiss(False)
 
 
-class ToolApproval(Approval):
-    def __init__(self, call: ToolCall, spec: ToolSpec) -> None:
-        about = " ".join(spec.description.split())
-        named = f"{spec.host}: {spec.name}" + (f" – {about}" if about else "")
-        super().__init__("the model asks for a tool", named, arguments_text(call.arguments))
+async def open_help(screen: Screen[Any], _: ChatController, __: str) -> None:
+    await screen.app.push_screen(HelpScreen())
 
 
-def arguments_text(arguments: str) -> str:
-    """A call's arguments, one a line where they are an object; never shortened, since the user approves all of it."""
-    try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
-    return json.dumps(found, indent=2, ensure_ascii=False)
-
-
-async def open_help(chat: ChatViewScreen, _: str) -> None:
-    await chat.app.push_screen(HelpScreen())
-
-
-async def open_glass(chat: ChatViewScreen, _: str) -> None:
+async def open_glass(screen: Screen[Any], chat: ChatController, _: str) -> None:
     """/glass: show or hide the panel; on a screen of its own where there is no room beside the conversation."""
-    if chat.size.width < LEAST_COLUMNS:
-        await chat.app.push_screen(GlassScreen(lambda: (chat.physics, chat.speed, chat.loading_words)))
+    if screen.size.width < LEAST_COLUMNS:
+        await screen.app.push_screen(GlassScreen(lambda: (chat.physics, chat.speed, chat.loading_words)))
     else:
-        chat.query_one(GlassPanel).toggle()
-        chat.show_counts()
+        screen.query_one(GlassPanel).toggle()

@@ -13,7 +13,7 @@ from textual.widgets import Input
 from textual.widgets.option_list import Option
 
 from localllm_tui.control.attachments import files_and_folders
-from localllm_tui.control.client import ChatClient
+from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.terminal import one_line
@@ -28,10 +28,9 @@ SCORED = 1_000
 class FilePicker(ListPicker[Path | None]):
     """Dismisses with the file below `folder` that was chosen, or None."""
 
-    def __init__(self, client: ChatClient, model: str, n_ctx: int | None, folder: Path) -> None:
+    def __init__(self, chat: ChatController, folder: Path) -> None:
         super().__init__(f"a file below {folder}", placeholder="part of its name", waiting="reading the folder…")
-        self._client, self._model, self._n_ctx = client, model, n_ctx
-        self._folder = folder
+        self._chat, self._folder = chat, folder
         self._names: list[str] = []
         self._costs: dict[str, FileCost] = {}
 
@@ -86,7 +85,7 @@ class FilePicker(ListPicker[Path | None]):
         for name in names:
             if name not in self._costs:
                 path = self._folder / name
-                self._costs[name] = await FileCost.of(self._client, self._model, path, self._n_ctx)
+                self._costs[name] = await FileCost.of(self._chat.client, self._chat.model, path, self._chat.n_ctx)
                 options = self.options
                 options.replace_option_prompt(name, self._line(name))
 

@@ -6,21 +6,22 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.errors import LocalLLMError, UsageError
 from localllm.formatting import byte_size
 from localllm_tui.bindings import bindings_of
-from localllm_tui.control import interfaces
+from localllm_tui.control import commands, interfaces
+from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, in_lines
 from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PlanList, PlanRequest
 from localllm_tui.control.keys import MODELS, KeyContext, hints
@@ -37,7 +38,6 @@ from localllm_tui.control.model_list import (
     plan_line,
 )
 from localllm_tui.screens.background import start
-from localllm_tui.screens.chat_catalog import ChatCatalogScreen
 from localllm_tui.screens.dialogs import TextDialog
 from localllm_tui.widgets.graphemes import WholeInput
 from localllm_tui.widgets.slider import Slider
@@ -461,14 +461,15 @@ def _summary(planned: PlanList | None) -> str:
     return f"{len(planned.choices)} fit{others}{slow} · {planned.machine}"
 
 
-async def open_models(chat: ChatCatalogScreen, _: str) -> None:
+async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None:
     """/models: show what would fit and what is installed, and use what is chosen there. Raises UsageError."""
-    if chat.model_service is None or chat.pulls is None:
+    service = chat.options.model_service
+    if service is None or chat.pulls is None:
         raise UsageError("this chat was started without a list of models")
 
     def chosen(name: str | None) -> None:
         if name and name != chat.model:
-            chat.call_later(chat.run_command, "model", name)
+            screen.call_later(commands.run_and_report, chat, "model", name)
 
-    screen = ModelsScreen(chat.model_service, chat.pulls, current=chat.model, known=chat.plans)
-    await chat.app.push_screen(screen, chosen)
+    models = ModelsScreen(service, chat.pulls, current=chat.model, known=chat.plans)
+    await screen.app.push_screen(models, chosen)

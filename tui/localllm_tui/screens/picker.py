@@ -45,7 +45,7 @@ class TurnPlace:
 
 
 class ConversationPicker(ModalScreen[TurnPlace | None]):
-    """Dismisses with what was chosen, or None. `within` looks into one conversation alone."""
+    """Dismisses with what was chosen, or None. `only`: it looks into this conversation alone."""
 
     DEFAULT_CSS = """
     ConversationPicker { align: center middle; }
@@ -59,19 +59,19 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(PICKER)
 
-    def __init__(self, history: History, query: str = "", *, within: str | None = None) -> None:
+    def __init__(self, history: History, query: str = "", *, only: str | None = None) -> None:
         super().__init__()
         self.history = history
         self.query_text = query
-        self.within = within
+        self.only = only
         self._removing: TurnPlace | None = None
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = "conversations" if self.within is None else "find in this conversation"
-            context = KeyContext.CHOOSING if self.within is None else KeyContext.FINDING
+            box.border_title = "conversations" if self.only is None else "find in this conversation"
+            context = KeyContext.CHOOSING if self.only is None else KeyContext.FINDING
             box.border_subtitle = fitted(hints(context), self._width)
-            looks_in = "titles and texts" if self.within is None else "all that was said here, on every branch"
+            looks_in = "titles and texts" if self.only is None else "all that was said here, on every branch"
             yield WholeInput(self.query_text, placeholder=f"search {looks_in}")
             tree: Tree[TurnPlace] = Tree("")
             tree.show_root = False
@@ -131,7 +131,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
     def action_remove(self) -> None:
         """Remove the highlighted conversation; asks by wanting the key twice."""
         chosen = self._highlighted()
-        if chosen is None or self.within is not None:
+        if chosen is None or self.only is not None:
             return
         if chosen.turn_id:
             self.query_one("#found", Static).update("a turn is removed in its conversation: Enter opens it there")
@@ -159,7 +159,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
         self._tree.clear()
         self._preview(None)
         try:
-            said = self._fill_all(query) if self.within is None else self._fill_within(query, self.within)
+            said = self._fill_all(query) if self.only is None else self._fill_turns(query, self.only)
         except LocalLLMError as e:
             said = e.message
         self.query_one("#found", Static).update(said)
@@ -181,7 +181,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
             return "nothing found" if query else "no conversations yet"
         return f"{len(found)} conversation{'' if len(found) == 1 else 's'}"
 
-    def _fill_within(self, query: str, conv_id: str) -> str:
+    def _fill_turns(self, query: str, conv_id: str) -> str:
         if not query.strip():
             self._add_turns(self._tree.root, conv_id)
             return "type what to find, or choose a turn"

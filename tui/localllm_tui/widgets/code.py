@@ -64,30 +64,41 @@ _BEHIND, _BEHIND_INLINE = 0.06, 0.1
 
 def palette(variables: Mapping[str, str]) -> Console:
     """A console whose theme maps the names of `STYLES` to a theme's variables."""
-    behind, front, warning = (_colour(variables, name) for name in ("background", "foreground", "warning"))
-    grounds: tuple[Color, ...] = ()
-    if behind is not None and behind.ansi is None and front is not None and warning is not None:
-        # The terminal's own has no shades.
-        grounds = (behind, behind.blend(front, _BEHIND), behind.blend(warning, _BEHIND_INLINE))
-        changed = {name: _colour(variables, token) for name, token in _CHANGED.items()}
-        tints = {name: behind.blend(colour, _TINT) for name, colour in changed.items() if colour is not None}
-        grounds += tuple(tints.values())
-    styles = {}
-    for name, look in STYLES.items():
-        token, _, marks = look.partition(" ")
-        colour = _colour(variables, token)
-        seen = readable(colour, grounds) if colour is not None and grounds else colour
-        if seen is not None and seen.ansi == _ANSI_BLUE:
-            seen = None  # on black it can't be read: every terminal's first complaint
-        styles[name] = Style.parse(marks or "none") + Style(color=_rich(seen))
+    behind = _grounds(variables)
+    styles = {name: _style(variables, look, tuple(behind.values())) for name, look in STYLES.items()}
     styles["code.block"] = Style()
-    if grounds:
-        styles["code.block"] = Style(bgcolor=_rich(grounds[1]))
-        styles["code.label"] += styles["code.block"]
-        for name, tint in tints.items():
-            styles[name] += Style(bgcolor=_rich(tint))
-        styles["code.inline"] += Style(bgcolor=_rich(grounds[2]))
+    for name in styles.keys() & behind.keys():
+        styles[name] += Style(bgcolor=_rich(behind[name]))
+    styles["code.label"] += styles["code.block"]
     return Console(theme=Theme(styles), width=80)
+
+
+def _grounds(variables: Mapping[str, str]) -> dict[str, Color]:
+    """What stands behind text, by the style that has it there ("": the screen's background); none where the colours are the
+    terminal's own, of which there are no shades."""
+    behind, front, warning = (_colour(variables, name) for name in ("background", "foreground", "warning"))
+    if behind is None or behind.ansi is not None or front is None or warning is None:
+        return {}
+    grounds = {
+        "": behind,
+        "code.block": behind.blend(front, _BEHIND),
+        "code.inline": behind.blend(warning, _BEHIND_INLINE),
+    }
+    for name, token in _CHANGED.items():
+        colour = _colour(variables, token)
+        if colour is not None:
+            grounds[name] = behind.blend(colour, _TINT)
+    return grounds
+
+
+def _style(variables: Mapping[str, str], look: str, grounds: tuple[Color, ...]) -> Style:
+    token, _, marks = look.partition(" ")
+    colour = _colour(variables, token)
+    if colour is not None and grounds:
+        colour = readable(colour, grounds)
+    if colour is not None and colour.ansi == _ANSI_BLUE:
+        colour = None  # on black it can't be read: every terminal's first complaint
+    return Style.parse(marks or "none") + Style(color=_rich(colour))
 
 
 def _colour(variables: Mapping[str, str], name: str) -> Color | None:

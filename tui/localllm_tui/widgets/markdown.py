@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -29,7 +29,8 @@ CODE_LINES = 60
 _CONSOLE = Console(width=80)
 _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
-_MARKS = {"strong": "bold", "em": "italic", "s": "strike"}
+_MARKS = {"strong": "bold", "em": "italic", "s": "strike", "link": "link"}
+_ADDRESSES = {"image": "src", "link": "href"}
 _FOLD = re.compile(r"<(/?)details\b[^<>]{0,80}>(?:\s*<summary>(.*?)</summary>)?", re.IGNORECASE | re.DOTALL)
 _TAG = re.compile(r"<[^<>]{0,200}>")
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
@@ -145,29 +146,46 @@ class MarkdownRows:
         above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
         fences, folds = self._fences, self._folds
         for n, node in enumerate(nodes):
-            before, hidden = fences, self._unfolded is not None and not self._unfolded.issuperset(folds[1])
-            for fence in (inner for inner in node.walk() if inner.type == "fence"):
-                fences += 1
-                fence.meta["number"] = fences
-            gap = [MarkdownRow(Text(""))] if above else []
+            hidden = self._unfolded is not None and not self._unfolded.issuperset(folds[1])
             if node.type in _LISTS:
-                begun = self._number if n == 0 else None
-                for k, item in enumerate(node.children):
-                    number = (_first(node) if begun is None else begun) + k
-                    rows = [] if hidden else [*_item(node, item, number, self._width)]
-                    later = k > 0 or begun is not None
-                    before += sum(inner.type == "fence" for inner in item.walk())
-                    rows = rows if later or not rows else gap + rows
-                    yield _Piece(rows, _line(item), number if later else None, before, folds)
-                above = above or not hidden
-                continue
-            if node.type == "html_block":
-                said, folds = _html(node.content, folds, self._unfolded)
-                rows = [row for line in said for row in _wrapped(line, self._width)]
+                pieces = [*self._items(node, self._number if n == 0 else None, fences, folds, hidden)]
             else:
-                rows = [] if hidden else [*_block(node, self._width)]
-            yield _Piece(gap + rows if rows else [], _line(node), fences=fences, folds=folds)
-            above = above or bool(rows)
+                pieces = [self._block_piece(node, fences, folds, hidden)]
+            if above and pieces and pieces[0].rows and pieces[0].number is None:
+                pieces[0] = replace(pieces[0], rows=[MarkdownRow(Text("")), *pieces[0].rows])
+            for piece in pieces:
+                fences, folds = piece.fences, piece.folds
+                above = above or bool(piece.rows)
+                yield piece
+
+    def _items(
+        self, node: SyntaxTreeNode, begun: int | None, fences: int, folds: _Folds, hidden: bool
+    ) -> Iterator[_Piece]:
+        """A piece for each item of a list; `begun`: the number of its first, where the list began before the tail."""
+        for k, item in enumerate(node.children):
+            fences = _number_fences(item, fences)
+            number = (_first(node) if begun is None else begun) + k
+            rows = [] if hidden else [*_item(node, item, number, self._width)]
+            later = k > 0 or begun is not None
+            yield _Piece(rows, _line(item), number if later else None, fences, folds)
+
+    def _block_piece(self, node: SyntaxTreeNode, fences: int, folds: _Folds, hidden: bool) -> _Piece:
+        fences = _number_fences(node, fences)
+        if node.type == "html_block":
+            html = _Details(folds, self._unfolded)
+            lines = html.lines(node.content)
+            return _Piece([*_wrapped_all(lines, self._width)], _line(node), fences=fences, folds=html.folds)
+        rows = [] if hidden else [*_block(node, self._width)]
+        return _Piece(rows, _line(node), fences=fences, folds=folds)
+
+
+def _number_fences(node: SyntaxTreeNode, before: int) -> int:
+    """Number the code blocks in a node; returns how many there are up to its end."""
+    for inner in node.walk():
+        if inner.type == "fence":
+            before += 1
+            inner.meta["number"] = before
+    return before
 
 
 def _line(node: SyntaxTreeNode) -> int:
@@ -189,60 +207,78 @@ def _lines(text: str) -> list[str]:
 
 def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[MarkdownRow]:
     width = max(1, width)
-    if node.type == "heading":
-        yield from _wrapped(_inline(node, f"heading.{node.tag}"), width)
-    elif node.type in _LISTS:
+    if node.type in _LISTS:
         for n, item in enumerate(node.children):
             yield from _item(node, item, _first(node) + n, width, depth)
     elif node.type == "blockquote":
-        inside = _stacked(node.children, width - 2, depth)
-        yield from _led(inside, Text("▌ ", "quote"), Text("▌ ", "quote"))
-    elif node.type in ("fence", "code_block"):
-        language = node.info.split(maxsplit=1)[0] if node.info.strip() else ""
-        if "number" in node.meta:
-            yield _code_label(node.meta["number"], language, width)
-        yield from _code(node.content, language, width)
-    elif node.type == "table":
-        yield from _table(node, width)
-    elif node.type == "hr":
-        yield MarkdownRow(Text("─" * width, "rule"))
-    elif node.type == "html_block":
-        for line in _html(node.content)[0]:
-            yield from _wrapped(line, width)
-    elif node.type == "formula_block":
-        said = as_unicode(node.content) if node.content else ""
-        rows = _wrapped(Text(said or node.markup), max(1, width - 4 * bool(said)))
-        yield from _led(rows, Text("    "), Text("    ")) if said else rows
+        yield from _led(_stacked(node.children, width - 2, depth), Text("▌ ", "quote"), Text("▌ ", "quote"))
     else:
-        yield from _wrapped(_inline(node), width)
+        yield from _LEAVES.get(node.type, _paragraph)(node, width)
 
 
-def _html(said: str, folds: _Folds = (0, ()), unfolded: Container[int] | None = None) -> tuple[list[Text], _Folds]:
-    """The lines of HTML as it was written, with the summaries of <details> instead of its tags: a click folds what it holds.
-    Behind `folds`, which are returned as they are then; only the `unfolded` are shown (None: all, in a list or a quote)."""
-    (count, inside), lines, at = folds, [], 0
+def _paragraph(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
+    yield from _wrapped(_inline(node), width)
 
-    def shown() -> bool:
-        return unfolded is None or all(number in unfolded for number in inside)
 
-    for tag in _FOLD.finditer(said):
-        if (between := said[at : tag.start()].strip()) and shown():
-            lines.append(Text(between))
-        at = tag.end()
-        if tag[1]:
-            inside = inside[:-1]
-            continue
-        count += 1
-        if shown():
-            summary = " ".join(_TAG.sub("", tag[2] or "").split()) or "Details"
-            folded = unfolded is not None and count not in unfolded
-            lines.append(Text(f"{'▸' if folded else '▾'} {summary}", "bold"))
-            if unfolded is not None:
-                lines[-1].stylize(Style(meta={"@click": ("fold", (count,))}))
-        inside = (*inside, count)
-    if (rest := said[at:].strip() if at else said.rstrip("\n")) and shown():
-        lines.append(Text(rest))
-    return lines, (count, inside)
+def _heading(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
+    yield from _wrapped(_inline(node, f"heading.{node.tag}"), width)
+
+
+def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
+    language = (node.info.split() or [""])[0]
+    if "number" in node.meta:
+        yield _code_label(node.meta["number"], language, width)
+    yield from _code(node.content, language, width)
+
+
+def _rule(_: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
+    yield MarkdownRow(Text("─" * width, "rule"))
+
+
+def _html(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
+    """In a list or a quote nothing is folded."""
+    yield from _wrapped_all(_Details((0, ()), None).lines(node.content), width)
+
+
+def _formula(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
+    said = as_unicode(node.content) if node.content else ""
+    rows = _wrapped(Text(said or node.markup), max(1, width - 4 * bool(said)))
+    yield from _led(rows, Text("    "), Text("    ")) if said else rows
+
+
+class _Details:
+    """HTML as it was written, with the summaries of <details> instead of its tags: a click folds what it holds. Behind `folds`,
+    which go on with what is read; only the `unfolded` are shown (None: all)."""
+
+    def __init__(self, folds: _Folds, unfolded: Container[int] | None) -> None:
+        self.folds, self._unfolded = folds, unfolded
+
+    def lines(self, said: str) -> Iterator[Text]:
+        at = 0
+        for tag in _FOLD.finditer(said):
+            yield from self._shown(said[at : tag.start()].strip())
+            at = tag.end()
+            count, inside = self.folds
+            if tag[1]:
+                self.folds = count, inside[:-1]
+            else:
+                yield from self._shown(self._summary(tag[2] or "", count + 1))
+                self.folds = count + 1, (*inside, count + 1)
+        yield from self._shown(said[at:].strip() if at else said.rstrip("\n"))
+
+    def _shown(self, line: str | Text) -> Iterator[Text]:
+        """The line, unless it is empty or folded."""
+        unfolded = self._unfolded
+        if line and (unfolded is None or all(number in unfolded for number in self.folds[1])):
+            yield Text(line) if isinstance(line, str) else line
+
+    def _summary(self, html: str, number: int) -> Text:
+        summary = " ".join(_TAG.sub("", html).split()) or "Details"
+        folded = self._unfolded is not None and number not in self._unfolded
+        line = Text(f"{'▸' if folded else '▾'} {summary}", "bold")
+        if self._unfolded is not None:
+            line.stylize(Style(meta={"@click": ("fold", (number,))}))
+        return line
 
 
 def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> Iterator[MarkdownRow]:
@@ -261,7 +297,8 @@ def _item(node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, d
     boxes = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
     bullet = f"{number}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
     inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [MarkdownRow(Text(""))]
-    if (box := boxes.get(inside[0].text.plain[:4])) is not None:
+    box = boxes.get(inside[0].text.plain[:4])
+    if box is not None:
         bullet, inside[0] = box.ljust(len(bullet)), replace(inside[0], text=inside[0].text[4:])
     yield from _led(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
 
@@ -294,20 +331,28 @@ def _code_run(code: str, language: str, width: int) -> Sequence[MarkdownRow]:
 
 
 def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
-    parts = node.children
-    lines = [
-        [_inline(cell, "table.head" if part.type == "thead" else "") for cell in line.children]
-        for part in parts
-        for line in part.children
-    ]
+    lines = []
+    for part in node.children:
+        style = "table.head" if part.type == "thead" else ""
+        lines += [[_inline(cell, style) for cell in line.children] for line in part.children]
     widths = _columns(lines, width)
-    right = ["right" in str(cell.attrs.get("style", "")) for cell in parts[0].children[0].children]
+    right = ["right" in str(cell.attrs.get("style", "")) for cell in node.children[0].children[0].children]
     for n, line in enumerate(lines):
-        cells = [[row.text for row in _wrapped(cell, room)] for cell, room in zip(line, widths, strict=True)]
+        cells = [_cell_rows(cell, room) for cell, room in zip(line, widths, strict=True)]
         for pieces in itertools.zip_longest(*cells, fillvalue=Text("")):
             yield MarkdownRow(_beside([_padded(*cell) for cell in zip(pieces, widths, right, strict=True)]))
         if n == 0:
             yield MarkdownRow(Text("─┼─".join("─" * room for room in widths), "rule"))
+
+
+def _cell_rows(cell: Text, room: int) -> list[Text]:
+    return [row.text for row in _wrapped(cell, room)]
+
+
+_LEAVES: dict[str, Callable[[SyntaxTreeNode, int], Iterator[MarkdownRow]]] = {
+    "heading": _heading, "fence": _code_block, "code_block": _code_block, "table": _table, "hr": _rule, "html_block": _html,
+    "formula_block": _formula,
+}  # fmt: skip
 
 
 def _beside(pieces: Sequence[Text]) -> Text:
@@ -324,11 +369,7 @@ def _padded(piece: Text, room: int, right: bool) -> Text:
 
 def _columns(lines: Sequence[Sequence[Text]], width: int) -> list[int]:
     """Column widths: as wide as the text while there is room; then the widest ones shrink."""
-    wanted = [
-        max(max((cell_len(part) for part in cell.plain.split("\n")), default=0) for cell in column)
-        for column in zip(*lines, strict=True)
-    ]
-    widths = [max(1, room) for room in wanted]
+    widths = [max([1, *map(_cell_width, column)]) for column in zip(*lines, strict=True)]
     too_much = sum(widths) + 3 * (len(widths) - 1) - width
     while too_much > 0 and max(widths) > 1:
         widest = max(widths)
@@ -341,6 +382,10 @@ def _columns(lines: Sequence[Sequence[Text]], width: int) -> list[int]:
     return widths
 
 
+def _cell_width(cell: Text) -> int:
+    return max(map(cell_len, cell.plain.split("\n")), default=0)
+
+
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +394,11 @@ def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[MarkdownRow]:
     for line in text.split("\n", allow_blank=True) if "\n" in text.plain else [text]:
         for n, piece in enumerate(line.wrap(_CONSOLE, max(1, width))):
             yield MarkdownRow(piece, soft=n > 0, fill=fill)
+
+
+def _wrapped_all(lines: Iterable[Text], width: int) -> Iterator[MarkdownRow]:
+    for line in lines:
+        yield from _wrapped(line, width)
 
 
 def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
@@ -360,29 +410,31 @@ def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
 
 def _words(node: SyntaxTreeNode, text: Text) -> None:
     start = len(text)
-    if node.type == "text":
-        text.append(re.sub(r"\s+", " ", node.content))
-    elif node.type == "code_inline":
-        text.append(node.content, "code.inline")
-    elif node.type == "formula":
-        text.append(as_unicode(node.content) or node.markup)
-    elif node.type == "softbreak":
-        text.append(" ")
-    elif node.type == "hardbreak" or (node.type == "html_inline" and _BREAK.fullmatch(node.content)):
-        text.append("\n")
-    elif node.type == "html_inline":
-        text.append(node.content)
-    elif node.type == "image":
-        text.append(f"🖼  {node.content}".rstrip())
-        text.stylize(_link(str(node.attrs.get("src", ""))), start)
+    if node.type in _SAID:
+        text.append(*_SAID[node.type](node))
     else:
         for child in node.children:
             _words(child, text)
-        if node.type in _MARKS:
-            text.stylize(_MARKS[node.type], start)
-        elif node.type == "link":
-            text.stylize("link", start)
-            text.stylize(_link(str(node.attrs.get("href", ""))), start)
+    if node.type in _MARKS:
+        text.stylize(_MARKS[node.type], start)
+    if node.type in _ADDRESSES:
+        text.stylize(_link(str(node.attrs.get(_ADDRESSES[node.type], ""))), start)
+
+
+def _html_words(node: SyntaxTreeNode) -> tuple[str]:
+    return ("\n" if _BREAK.fullmatch(node.content) else node.content,)
+
+
+# What a part of a line says, and its style.
+_SAID: dict[str, Callable[[SyntaxTreeNode], tuple[str] | tuple[str, str]]] = {
+    "text": lambda node: (re.sub(r"\s+", " ", node.content),),
+    "code_inline": lambda node: (node.content, "code.inline"),
+    "formula": lambda node: (as_unicode(node.content) or node.markup,),
+    "softbreak": lambda _: (" ",),
+    "hardbreak": lambda _: ("\n",),
+    "html_inline": _html_words,
+    "image": lambda node: (f"🖼  {node.content}".rstrip(),),
+}
 
 
 def _link(address: str) -> Style:

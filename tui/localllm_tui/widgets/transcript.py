@@ -14,7 +14,7 @@ from textual.widgets import Static
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.keys import TURN
 from localllm_tui.control.terminal import one_line
-from localllm_tui.messages import EarlierWanted, LaterWanted, SelectionEnded, TurnAsked, TurnClicked, TurnSelected
+from localllm_tui.messages import MoreTurnsWanted, SelectionEnded, TurnAsked, TurnClicked, TurnSelected
 from localllm_tui.widgets.contrast import SELECTED
 from localllm_tui.widgets.text import GrowingText
 
@@ -130,7 +130,7 @@ class Transcript(VerticalScroll):
             return
         at = views.index(selected) + step
         if at < 0:
-            self.post_message(EarlierWanted())
+            self.post_message(MoreTurnsWanted(-1))
         else:
             self.select(views[at] if at < len(views) else None)
 
@@ -201,7 +201,7 @@ class Transcript(VerticalScroll):
         at_end = self.scroll_y <= 0 if step < 0 else self.scroll_y >= self.max_scroll_y
         if at_end and not self._wanted_more:
             self._wanted_more = True
-            self.post_message(EarlierWanted() if step < 0 else LaterWanted())
+            self.post_message(MoreTurnsWanted(step))
 
     def more_came(self) -> None:
         """What was wanted is on screen."""

@@ -12,7 +12,7 @@ from localllm.conversation.history import StoredMessage
 from localllm_tui.control.attachments import files_of, typed_in, urls_in
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line, printable
-from localllm_tui.messages import EarlierWanted, LaterWanted
+from localllm_tui.messages import MoreTurnsWanted
 from localllm_tui.widgets import thumbnails
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.text import GrowingText
@@ -66,7 +66,7 @@ class EarlierTurns(Static):
         super().__init__(f"▴ {hidden:,} earlier turns: PageUp at the top shows more", markup=False)
 
     def on_click(self) -> None:
-        self.post_message(EarlierWanted())
+        self.post_message(MoreTurnsWanted(-1))
 
 
 class ChatNote(Vertical):
@@ -118,7 +118,7 @@ class LaterTurns(Static):
         super().__init__(f"▾ {hidden:,} later turns: PageDown at the end shows more", markup=False)
 
     def on_click(self) -> None:
-        self.post_message(LaterWanted())
+        self.post_message(MoreTurnsWanted(1))
 
 
 def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionView | AnswerView:

@@ -1,4 +1,4 @@
-"""The message in the editor that $VISUAL or $EDITOR names; what is saved there comes back into the input."""
+"""What runs beside the screen: the editor that $VISUAL or $EDITOR names, which has the terminal meanwhile, and !COMMAND."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from textual.app import SuspendNotSupported
+from textual.screen import Screen
 
-from localllm.errors import UsageError
-from localllm_tui.screens.chat_view import ChatViewScreen
+from localllm.errors import LocalLLMError, UsageError
+from localllm_tui.control import command_actions
+from localllm_tui.control.chat import ChatController
+from localllm_tui.widgets.composer import Composer
 
 # Where neither variable is set: the first of these that is there.
 _EDITORS = ("notepad",) if os.name == "nt" else ("sensible-editor", "nano", "vi")
 
 
-async def open_editor(chat: ChatViewScreen, _: str) -> None:
-    """/editor, Ctrl+G: the editor has the terminal until it ends. Raises UsageError where there is none."""
+async def open_editor(screen: Screen[Any], chat: ChatController, _: str) -> None:
+    """/editor, Ctrl+G: the message in the editor; what is saved there comes back into the input. Raises UsageError where there is none."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or next(filter(shutil.which, _EDITORS), "")
     if not editor:
         raise UsageError("no editor is known here", hint="set EDITOR, for example: export EDITOR=nano")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "message.md"
-        file.write_text(chat.composer.text, encoding="utf-8")
+        file.write_text(screen.query_one(Composer).text, encoding="utf-8")
         # Ctrl+C is the editor's meanwhile. A handler, for to ignore a signal is inherited.
         before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
-            with chat.app.suspend():
+            with screen.app.suspend():
                 done = subprocess.run([*_words(editor), str(file)]).returncode
             text = file.read_text(encoding="utf-8").rstrip("\n")
         except SuspendNotSupported:
@@ -41,8 +45,20 @@ async def open_editor(chat: ChatViewScreen, _: str) -> None:
             signal.signal(signal.SIGINT, before)
     if done:
         raise UsageError(f"{editor} ended with {done}: the message is as it was")
-    chat.composer.replace_text(text)
+    await chat.face.write(text)
 
 
 def _words(editor: str) -> list[str]:
     return [editor] if os.path.exists(editor) or os.name == "nt" else shlex.split(editor)
+
+
+async def run_beside(_: Screen[Any], chat: ChatController, command: str) -> None:
+    """/run, !COMMAND: beside what else goes on, until it ends or Esc stops it."""
+
+    async def work() -> None:
+        try:
+            await command_actions.run_shell(chat, command)
+        except LocalLLMError as e:
+            await chat.trouble(e)
+
+    chat.face.run_beside(work, "shell")

@@ -1,0 +1,171 @@
+"""The lines around the conversation: above it the head, the input's frame and what the keys do now, the status and the panel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from textual.css.query import NoMatches
+from textual.screen import Screen
+
+from localllm_tui.control import commands, sampling
+from localllm_tui.control.chat import ChatController
+from localllm_tui.control.formatting import elide, fitted
+from localllm_tui.control.keys import KeyContext, hints
+from localllm_tui.control.meter import StatusFigures
+from localllm_tui.control.physics import headline
+from localllm_tui.control.terminal import one_line
+from localllm_tui.screens.background import TokenCounter
+from localllm_tui.screens.found_turns import FoundTurns
+from localllm_tui.screens.turn_window import TURNS_SHOWN, TurnWindow
+from localllm_tui.widgets.composer import Composer
+from localllm_tui.widgets.glass import GlassPanel
+from localllm_tui.widgets.line_filters import title as frame_title
+from localllm_tui.widgets.status import HeadLine, StatusLine
+from localllm_tui.widgets.transcript import Transcript
+
+# Narrower, the line above the conversation has no room for what a token costs.
+LEAST_HEADLINE_COLUMNS = 100
+
+
+class ChatFrames:
+    """Draws them on `screen` from what the chat, the token counter and the transcript say now."""
+
+    def __init__(
+        self, screen: Screen[Any], chat: ChatController, counter: TokenCounter, window: TurnWindow, found: FoundTurns
+    ) -> None:
+        self._screen, self._chat, self._counter, self._window, self._found = screen, chat, counter, window, found
+        self._more_below = False
+        self.columns = 0  # of the screen, as the last resize said
+        self.removing = 0  # the turn that the next D removes
+
+    @property
+    def _transcript(self) -> Transcript:
+        return self._screen.query_one(Transcript)
+
+    def show_all(self) -> None:
+        with suppress(NoMatches):  # a resize may come before the first compose
+            self.show_numbers()
+            self.show_state()
+
+    @property
+    def more_below(self) -> bool:
+        """Whether turns lie below what is on screen."""
+        return self._window.last is not None or self._transcript.more_below
+
+    def show_if_scrolled(self) -> None:
+        if self._more_below != self.more_below:
+            self.show_state()
+
+    @property
+    def _context(self) -> KeyContext:
+        if self._transcript.selected is not None:
+            return KeyContext.SELECTING
+        if self._chat.answering:
+            return KeyContext.ANSWERING
+        return KeyContext.EDITING if self._chat.editing else KeyContext.WRITING
+
+    def show_state(self) -> None:
+        """Update the input's frame: the state, and what the keys do now."""
+        chat, box, context = self._chat, self._screen.query_one(Composer), self._context
+        names, costs = [name for name, _ in chat.attached], self._counter.cost.words(chat.n_ctx)
+        self._more_below = self.more_below
+        box.border_title = frame_title(title(context, names, costs) + (" · ↓ more below" if self._more_below else ""))
+        self.show_head()
+        room = (self.columns or self._screen.size.width) - 8
+        versions = self._versions_of_selected()
+        said = footer(context, box.text, room, queued=bool(chat.queued), one_version=versions == 1)
+        box.border_subtitle = frame_title(said)
+        self._show_selected(box)
+
+    def _versions_of_selected(self) -> int:
+        """How many versions the selected turn has; 0 without one."""
+        selected = self._transcript.selected
+        turns = [t for t in self._chat.session.turns if selected is not None and t.id == selected.turn_id]
+        return self._chat.session.place(turns[0])[1] if turns else 0
+
+    def _show_selected(self, box: Composer) -> None:
+        """What was found in the selected turn; and keep the warning about the next D while its turn is selected."""
+        selected, turns = self._transcript.selected, [turn.id for turn in self._chat.session.turns]
+        if selected is None:
+            return
+        found = self._found.words_at(selected.turn_id)
+        if found:
+            box.border_title = frame_title(found)
+            box.border_subtitle = fitted(hints(KeyContext.FOUND), self._screen.size.width - 8)
+        if selected.turn_id == self.removing and self.removing in turns:
+            follows = len(turns) - 1 - turns.index(self.removing)
+            with_it = f" and the {follows} after it" if follows else ""
+            box.border_title = f"D again removes this turn{with_it} for good"
+
+    def show_head(self) -> None:
+        chat, width = self._chat, self.columns or self._screen.size.width
+        loading, engine, listed = chat.loading_words, chat.client.engine, chat.listed
+        attached = f"attached to {engine.where}" if engine is not None and engine.where else ""
+        how = sampling.words(listed.sampling, chat.client.sampling) if listed is not None else ""
+        preset = listed is not None and listed.has_system and not chat.session.system
+        parts = [
+            loading, chat.pulling, self._branch(), self._reads(width), attached, how, "tools on" if chat.tools.on else "",
+            "the preset's system prompt" if preset else "",
+        ]  # fmt: skip
+        busy = bool(loading or chat.pulling)
+        head = self._screen.query_one(HeadLine)
+        head.show(parts, chat.session.system, busy=busy, width=width, title=chat.session.title)
+
+    def _reads(self, width: int) -> str:
+        """What a token of the newest answer read; "" where the panel says so, or there is no room."""
+        physics, speed = self._chat.physics, self._chat.speed
+        if width < LEAST_HEADLINE_COLUMNS or self._screen.query_one(GlassPanel).wanted:
+            return ""
+        return headline(physics, speed) if physics is not None and speed is not None and speed.tok_s else ""
+
+    def _branch(self) -> str:
+        """Which version of the newest turn that has several is shown; "" where none has."""
+        places = (self._chat.session.place(turn) for turn in reversed(self._chat.session.turns[-TURNS_SHOWN:]))
+        at, of = next((place for place in places if place[1] > 1), (1, 1))
+        return f"version {at} of {of}" if of > 1 else ""
+
+    def show_numbers(self) -> None:
+        chat, session, counted = self._chat, self._chat.session, self._counter.cost.conversation
+        if chat.streaming is not None:
+            n = StatusFigures.so_far(chat.model, chat.n_ctx, chat.streaming.meter, session.used_tokens)
+        else:
+            answer = session.last_answer
+            used = session.used_tokens if session.counted or counted is None else counted
+            n = StatusFigures.of(chat.model, chat.n_ctx, answer.meta if answer else {}, used)
+        self._screen.query_one(StatusLine).show(n)
+        self.show_head()
+        if self._screen.query_one(GlassPanel).wanted:
+            self._screen.query_one(GlassPanel).show(chat.physics, chat.speed, chat.loading_words)
+
+
+def footer(context: KeyContext, typed: str, width: int, *, queued: bool = False, one_version: bool = False) -> str:
+    """The line under the input: the key hints, or the commands that `typed` can become.
+
+    `queued`: a question waits for the answer to end. `one_version`: the turn that is selected has no other.
+    """
+    if context is KeyContext.ANSWERING:
+        return fitted(hints(context) + (" · sent when this answer ends" if queued else ""), width)
+    if context is KeyContext.SELECTING:
+        return fitted(hints(context, without="turn.version-back" if one_version else ""), width)
+    found = commands.matching(typed)
+    named = [c for c in found if typed == f"/{c.name}"]
+    if len(found) == 1 or named:
+        command = (named or found)[0]
+        return f"/{command.name} · {command.help}"
+    if found:
+        return elide("  ".join(f"/{c.name}" for c in found), width)
+    return fitted(hints(context) + (" · F1 help" if context is KeyContext.WRITING else ""), width)
+
+
+def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
+    """The line above the input: what is written there, with which files, and what sending it costs."""
+    if context is KeyContext.ANSWERING:
+        return "answering"
+    if context is KeyContext.SELECTING:
+        return "a turn is selected"
+    said = "message" if context is KeyContext.WRITING else "changing what was said"
+    if attached:
+        said += " " + elide(one_line(f"+ {', '.join(attached)}"), 50)
+    return said + (f" · {costs}" if costs else "")
