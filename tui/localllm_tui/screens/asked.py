@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.text import Text
 from textual.screen import Screen
@@ -22,7 +22,7 @@ _LISTED = 200
 class AskedPicker(ListPicker[str | None]):
     """Dismisses with a question as it was typed, or None."""
 
-    HINTS: ClassVar[KeyContext] = KeyContext.ASKED
+    key_context = KeyContext.ASKED
 
     def __init__(self, history: History, query: str) -> None:
         super().__init__("asked before", query, "words of it")
@@ -31,19 +31,17 @@ class AskedPicker(ListPicker[str | None]):
 
     def on_mount(self) -> None:
         super().on_mount()
-        self._fill(self._query)
+        self.fill(self.query_text)
 
-    def _fill(self, query: str) -> None:
+    def fill(self, query: str) -> None:
         self._questions = [*self._history.asked(query, limit=_LISTED)]
         width = max(20, self.app.size.width * 9 // 10 - 6)
-        self.options.clear_options()
-        self.options.add_options(
-            [Option(Text(elide(one_line(q), width), no_wrap=True), id=str(n)) for n, q in enumerate(self._questions)]
-        )
+        lines = [Text(elide(one_line(question), width), no_wrap=True) for question in self._questions]
+        self.options.set_options([Option(line, id=str(n)) for n, line in enumerate(lines)])
         self.options.highlighted = 0 if self._questions else None
         self.found(how_many(len(self._questions), "question") if self._questions else "nothing like it was asked")
 
-    def _choose(self, name: str) -> None:
+    def choose(self, name: str) -> None:
         self.dismiss(self._questions[int(name)])
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
@@ -22,31 +23,33 @@ from localllm_tui.control.terminal import printable
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel, glass_text
 from localllm_tui.widgets.line_filters import title as frame_title
 
+T = TypeVar("T")
 
-class TextDialog(ModalScreen[None]):
-    """Scrolls; any of its keys closes it."""
+
+class Dialog(ModalScreen[T], Generic[T]):
+    """A framed column of texts and tables that scrolls. Those derived from it bind the keys that end it."""
 
     DEFAULT_CSS = """
-    TextDialog { align: center middle; }
-    TextDialog > VerticalScroll {
-        width: 96%; max-width: 116; height: auto; max-height: 90%;
+    Dialog { align: center middle; }
+    Dialog > VerticalScroll {
+        width: 96%; max-width: 110; height: auto; max-height: 90%;
         border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
-    TextDialog Static { height: auto; }
+    Dialog Static { height: auto; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
+    KEYS: ClassVar[KeyContext] = KeyContext.HELP
 
-    def __init__(self, title: str, lines: Sequence[str] = (), rows: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(self, title: str, *contents: RenderableType) -> None:
         super().__init__()
-        self._title, self._lines, self._rows = title, lines, rows
+        self._title, self._contents = title, contents
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
-            box.border_title = frame_title(self._title)
-            box.border_subtitle = hints(KeyContext.HELP)
-            if self._rows:
-                yield Static(_table(self._rows), markup=False)
-            yield Static(printable("\n".join(self._lines)), markup=False)
+            if self._title:
+                box.border_title = frame_title(self._title)
+            box.border_subtitle = hints(self.KEYS)
+            for content in self._contents:
+                yield Static(content, markup=False)
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
@@ -55,38 +58,28 @@ class TextDialog(ModalScreen[None]):
         self.dismiss(None)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Table:
+class TextDialog(Dialog[None]):
+    DEFAULT_CSS = "TextDialog > VerticalScroll { max-width: 116; }"
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> Table:
+    """Rows of a table, the first of them its head."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for row in rows:
         table.add_row(*(Text(printable(cell), style="bold" if row is rows[0] else "") for cell in row))
     return table
 
 
-class HelpScreen(ModalScreen[None]):
-    """Scrolls with the arrow keys; any of its keys closes it."""
-
+class HelpScreen(Dialog[None]):
     DEFAULT_CSS = """
-    HelpScreen { align: center middle; }
-    HelpScreen > VerticalScroll {
-        width: 96%; max-width: 110; height: 90%;
-        border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
-    }
-    HelpScreen Static { height: auto; margin-bottom: 1; }
+    HelpScreen > VerticalScroll { height: 90%; }
+    HelpScreen Static { margin-bottom: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
 
-    def compose(self) -> ComposeResult:
-        with VerticalScroll() as box:
-            box.border_title = "keys and commands"
-            box.border_subtitle = hints(KeyContext.HELP)
-            for section in help_sections():
-                yield Static(_key_table(section), markup=False)
-
-    def on_mount(self) -> None:
-        self.query_one(VerticalScroll).focus()
-
-    def action_close(self) -> None:
-        self.dismiss(None)
+    def __init__(self) -> None:
+        super().__init__("keys and commands", *map(_key_table, help_sections()))
 
 
 def _key_table(section: HelpSection) -> Table:
@@ -102,34 +95,22 @@ def _key_table(section: HelpSection) -> Table:
 _LOOK_S = 0.25
 
 
-class GlassScreen(ModalScreen[None]):
+class GlassScreen(Dialog[None]):
     """Asks `read` for the figures again and again while it is open."""
 
     DEFAULT_CSS = f"""
-    GlassScreen {{ align: center middle; }}
-    GlassScreen > VerticalScroll {{
-        width: {PANEL_WIDTH + 8}; max-width: 100%; height: auto; max-height: 100%;
-        border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 2; background: $surface;
-    }}
+    GlassScreen > VerticalScroll {{ width: {PANEL_WIDTH + 8}; max-width: 100%; max-height: 100%; padding: 0 2; }}
     GlassScreen Static {{ text-wrap: nowrap; }}
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(GLASS)
 
     def __init__(self, read: Callable[[], tuple[ModelPhysics | None, AnswerSpeed | None, str]]) -> None:
-        super().__init__()
+        super().__init__("", "")
         self._read = read
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll() as box:
-            box.border_subtitle = hints(KeyContext.HELP)
-            yield Static("", markup=False)
 
     def on_mount(self) -> None:
         self._draw()
         self.set_interval(_LOOK_S, self._draw)
-
-    def action_close(self) -> None:
-        self.dismiss(None)
 
     def _draw(self) -> None:
         physics, speed, loading = self._read()
@@ -138,32 +119,18 @@ class GlassScreen(ModalScreen[None]):
         self.query_one(Static).update(glass_text(lines))
 
 
-class Approval(ModalScreen[bool]):
+class Approval(Dialog[bool]):
     """Dismisses with True for a yes alone."""
 
     DEFAULT_CSS = """
     Approval { align: center bottom; }
-    Approval > VerticalScroll {
-        width: 96%; max-width: 110; height: auto; max-height: 70%;
-        border: heavy $warning; border-title-color: $foreground; border-subtitle-color: $hint; padding: 0 1; background: $surface;
-    }
-    Approval Static { height: auto; }
+    Approval > VerticalScroll { max-height: 70%; border: heavy $warning; border-title-color: $foreground; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(APPROVAL)
+    KEYS: ClassVar[KeyContext] = KeyContext.APPROVING
 
     def __init__(self, about: str, *said: str) -> None:
-        super().__init__()
-        self._about, self._said = about, said
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll() as box:
-            box.border_title = frame_title(self._about)
-            box.border_subtitle = hints(KeyContext.APPROVING)
-            for said in self._said:
-                yield Static(printable(said), markup=False)
-
-    def on_mount(self) -> None:
-        self.query_one(VerticalScroll).focus()
+        super().__init__(about, *map(printable, said))
 
     def action_yes(self) -> None:
         self.dismiss(True)

@@ -40,24 +40,21 @@ class FilePicker(ListPicker[Path | None]):
 
     async def _read(self) -> None:
         self._names = await asyncio.to_thread(files_and_folders, self._folder)
-        self._fill(self.query_one(Input).value)
+        self.fill(self.query_one(Input).value)
 
-    def _choose(self, name: str) -> None:
+    def choose(self, name: str) -> None:
         refused = self._costs.get(name, FileCost()).refused
         if refused:
             self.found(f"{one_line(name)} can't go along: {refused}")
         else:
             self.dismiss(self._folder / name)
 
-    def _fill(self, query: str) -> None:
+    def fill(self, query: str) -> None:
         names = self._found(query.strip())
-        options = self.options
-        options.clear_options()
-        options.add_options([Option(self._line(name), id=name) for name in names[:SHOWN]])
+        self.options.set_options([Option(self._line(name), id=name) for name in names[:SHOWN]])
         if names:
-            options.highlighted = 0
-        said = f"{len(names):,} file{'' if len(names) == 1 else 's'}" if names else "no such file"
-        self.found(said)
+            self.options.highlighted = 0
+        self.found(f"{len(names):,} file{'' if len(names) == 1 else 's'}" if names else "no such file")
         self._count_shown()
 
     def _found(self, query: str) -> list[str]:
@@ -86,8 +83,7 @@ class FilePicker(ListPicker[Path | None]):
             if name not in self._costs:
                 path = self._folder / name
                 self._costs[name] = await FileCost.of(self._chat.client, self._chat.model, path, self._chat.n_ctx)
-                options = self.options
-                options.replace_option_prompt(name, self._line(name))
+                self.options.replace_option_prompt(name, self._line(name))
 
     def _line(self, name: str) -> RichText:
         width = max(30, min(100, self.app.size.width * 9 // 10) - 8)

@@ -37,8 +37,9 @@ from localllm_tui.control.model_list import (
     plan_details,
     plan_line,
 )
+from localllm_tui.control.terminal import printable
 from localllm_tui.screens.background import start
-from localllm_tui.screens.dialogs import TextDialog
+from localllm_tui.screens.dialogs import TextDialog, in_columns
 from localllm_tui.widgets.graphemes import WholeInput
 from localllm_tui.widgets.slider import Slider
 
@@ -90,7 +91,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self._fits: dict[str, str] = {}
         self._shows_disk = False
         self._order = "best"
-        self._marked: list[str] = []
+        self._marked: set[str] = set()
         self._removing = ""
         self._done: set[str] = set()
         self._replan_asked = self.planning = False
@@ -134,7 +135,7 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
-        self.query_one("#machine", Static).update("planning …")
+        self._write("#machine", "planning …")
         self.set_interval(_LOOK_S, self._show_downloads)
         self._replan()
         if self._plan_list is None:  # what is here is known long before it is planned
@@ -161,8 +162,8 @@ class ModelsScreen(ModalScreen[str | None]):
     def _replan(self) -> None:
         """Plan in a thread; of the requests made meanwhile only the last is planned next."""
         self._replan_asked = True
-        if (known := self._known.get(self._asked())) is not None:
-            self._plan_list = known
+        if self._asked() in self._known:
+            self._plan_list = self._known[self._asked()]
             self._list()
         if not self.planning:
             self.planning = True
@@ -196,42 +197,55 @@ class ModelsScreen(ModalScreen[str | None]):
         listed = self.query_one(OptionList)
         self.set_class(self._shows_disk, "-disk")
         at, was = listed.highlighted, self._highlighted_key()
-        if self._shows_models:
-            found = self._disk or ()
-            if not self._shows_disk:
-                found = sorted(found, key=lambda m: m.name != self._current)
-            slow = set()
-            rows = [(m.path, disk_line(m, self._columns, in_use=m.name == self._current)) for m in found]
-            self.query_one("#columns", Static).update(disk_head(self._columns))
-            total = sum(m.size_bytes for m in found)
-            said = f"{len(found)} on this disk, {byte_size(total)}" if self._disk is not None else "looking …"
-            said += "" if self._shows_disk else " · planning what else fits …"
-        else:
-            rows = [(o.ref, self._line(o)) for o in self._ordered()]
-            slow = {o.ref for o in self._plan_list.too_slow} if self._plan_list is not None else set()
-            self.query_one("#columns", Static).update(catalog_head(self._columns))
-            said = ("" if self._order == "best" else f"by {self._order} · ") + _summary(self._plan_list)
-        self.query_one("#machine", Static).update(elide(said, self._columns))
-        wanted = self.query_one("#filter", Input).value.lower().split()
-        rows = [(key, line) for key, line in rows if all(word in f"{key} {line}".lower() for word in wanted)]
-        listed.set_options([Option(Content.styled(line, "$hint" if key in slow else ""), id=key) for key, line in rows])
+        rows = self._disk_rows() if self._shows_models else self._plan_rows()
+        self._write("#columns", disk_head(self._columns) if self._shows_models else catalog_head(self._columns))
+        self._write("#machine", elide(self._summary(), self._columns))
+        words = self.query_one("#filter", Input).value.lower().split()
+        rows = [row for row in rows if _has_words(f"{row.id} {row.prompt}".lower(), words)]
+        listed.set_options(rows)
+        ids = [row.id for row in rows]
         if rows:
-            ids = [key for key, _ in rows]
             listed.highlighted = ids.index(was) if was in ids else min(at or 0, len(rows) - 1)
         self._show_details()
 
+    def _write(self, where: str, text: str) -> None:
+        self.query_one(where, Static).update(text)
+
+    def _disk_rows(self) -> list[Option]:
+        found = self._disk or ()
+        if not self._shows_disk:
+            found = sorted(found, key=lambda m: m.name != self._current)
+        return [Option(Content(disk_line(m, self._columns, in_use=m.name == self._current)), id=m.path) for m in found]
+
+    def _plan_rows(self) -> list[Option]:
+        return [
+            Option(Content.styled(self._line(o), "$hint" if o in self._late else ""), id=o.ref) for o in self._ordered()
+        ]
+
+    def _summary(self) -> str:
+        if not self._shows_models:
+            return ("" if self._order == "best" else f"by {self._order} · ") + _summary(self._plan_list)
+        said = "looking …"
+        if self._disk is not None:
+            said = f"{len(self._disk)} on this disk, {byte_size(sum(m.size_bytes for m in self._disk))}"
+        return said if self._shows_disk else f"{said} · planning what else fits …"
+
+    @property
+    def _late(self) -> Sequence[PlanChoice]:
+        """The plans that fit and answer too late."""
+        return self._plan_list.too_slow if self._plan_list is not None else ()
+
     def _ordered(self) -> list[PlanChoice]:
         """The model in use first, then in the order that was asked for."""
-        by, late = ORDERS[self._order], self._plan_list.too_slow if self._plan_list is not None else ()
-        return sorted(
-            [*self.choices, *late],
-            key=lambda o: (not o.installed or o.installed != self._current, o in late, by(o)),
-        )
+        by, late = ORDERS[self._order], self._late
+        return sorted([*self.choices, *late], key=lambda o: (not self._in_use(o), o in late, by(o)))
+
+    def _in_use(self, choice: PlanChoice) -> bool:
+        return bool(choice.installed) and choice.installed == self._current
 
     def _line(self, choice: PlanChoice) -> str:
-        marked = choice.ref in self._marked
-        in_use = bool(choice.installed) and choice.installed == self._current
-        return plan_line(choice, self._columns, self._pulls.of(choice.ref), marked=marked, in_use=in_use)
+        pull, marked = self._pulls.of(choice.ref), choice.ref in self._marked
+        return plan_line(choice, self._columns, pull, marked=marked, in_use=self._in_use(choice))
 
     def _highlighted_key(self) -> str:
         option = self.query_one(OptionList).highlighted_option
@@ -256,22 +270,24 @@ class ModelsScreen(ModalScreen[str | None]):
         model = self._model
         without = "models.remove" if model is None or not model.ours else ""
         said = hints(KeyContext.ON_DISK, without=without) if self._shows_disk else hints(KeyContext.MODELS)
-        self.query_one("#keys", Static).update(in_lines(said, self._columns))
+        self._write("#keys", in_lines(said, self._columns))
 
     def _show_details(self) -> None:
         self._show_keys()
         lines: list[str] = []
-        if (choice := self._choice) is not None:
+        choice, model = self._choice, self._model
+        if choice is not None:
             accounts = self._plan_list.accounts if self._plan_list is not None else ()
             lines = plan_details(choice, self._columns, self._pulls.of(choice.ref), accounts)
-        elif (model := self._model) is not None:
-            told = "" if self._shows_disk else "Enter uses it"
-            lines = disk_details(model, self._fits.get(model.path, told), self._columns)
+        elif model is not None:
+            lines = disk_details(
+                model, self._fits.get(model.path, "" if self._shows_disk else "Enter uses it"), self._columns
+            )
             if model.path not in self._fits and self._shows_disk:
                 start(self, partial(self._weigh, model), "fit")
         elif self._plan_list is not None and not self._shows_disk:
             lines = ["nothing fits: a shorter context or another purpose may"]
-        self.query_one("#details", Static).update("\n".join(lines[:_DETAIL_LINES]))
+        self._write("#details", "\n".join(lines[:_DETAIL_LINES]))
 
     async def _weigh(self, model: InstalledModel) -> None:
         try:
@@ -289,7 +305,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self._done = {p.ref for p in self._pulls.all() if p.ended}
         shown = [p.words() for p in [*self._pulls.running(), *ended]]
         if self._pulls.running() or ended:
-            self.query_one("#pulls", Static).update("\n".join(elide(line, self._columns) for line in shown[-3:]))
+            self._write("#pulls", "\n".join(elide(line, self._columns) for line in shown[-3:]))
             self._show_details()
         if ended:
             self._disk = None
@@ -301,18 +317,16 @@ class ModelsScreen(ModalScreen[str | None]):
     # -- keys -----------------------------------------------------------------------------------------------------
 
     def on_option_list_option_selected(self) -> None:
-        self._use()
-
-    def _use(self) -> None:
-        if (model := self._model) is not None:
+        """Use what is installed, pull what is not."""
+        choice, model = self._choice, self._model
+        if model is not None:
             self.dismiss(model.name)
-            return
-        choice = self._choice
         if choice is None:
             return
         pull = self._pulls.of(choice.ref)
-        if choice.installed or (pull is not None and pull.done):
-            self.dismiss(choice.installed or (pull.name if pull is not None else ""))
+        name = choice.installed or (pull.name if pull is not None else "")
+        if name:
+            self.dismiss(name)
         elif self._request.machine:
             self.notify("that machine is simulated: come back to this one to pull", severity="warning")
         else:
@@ -320,13 +334,14 @@ class ModelsScreen(ModalScreen[str | None]):
             self._list()
 
     def action_close(self) -> None:
-        if self.query_one("#typed", Input).has_class("-asked"):
-            self._ask("#typed", asked=False)
-        elif (box := self.query_one("#filter", Input)).has_class("-asked"):
-            box.value = ""
-            self._ask("#filter", asked=False)
-        else:
+        asking = self.query("Input.-asked").results(Input)
+        box = next(iter(asking), None)
+        if box is None:
             self.dismiss(None)
+            return
+        if box.id == "filter":
+            box.value = ""
+        self._ask(f"#{box.id}", asked=False)
 
     def action_step(self, which: str, step: int) -> None:
         """Move a slider, whatever has the focus."""
@@ -366,29 +381,29 @@ class ModelsScreen(ModalScreen[str | None]):
         self._ask("#typed", asked=False)
 
     def action_why(self) -> None:
-        if (choice := self._choice) is not None:
-            start(self, partial(self._explain, choice), "why")
+        if self._choice is not None:
+            start(self, partial(self._explain, self._choice), "why")
 
     async def _explain(self, choice: PlanChoice) -> None:
         try:
             columns = min(108, self.size.width - 8)
             lines = await asyncio.to_thread(self._service.explain, replace(self._request), choice.ref, columns)
-            await self.app.push_screen(TextDialog(f"why {choice.title}", [*lines, "", *choice.plan["reasons"]]))
+            await self.app.push_screen(
+                TextDialog(f"why {choice.title}", printable("\n".join([*lines, "", *choice.plan["reasons"]])))
+            )
         except LocalLLMError as e:
             self.notify(e.message, severity="warning", markup=False)
 
     def action_mark(self) -> None:
-        if (choice := self._choice) is not None:
-            self._marked = [r for r in self._marked if r != choice.ref] + [choice.ref] * (
-                choice.ref not in self._marked
-            )
+        if self._choice is not None:
+            self._marked ^= {self._choice.ref}
             self._list()
 
     async def action_compare(self) -> None:
         """The marked plans side by side; without marks, the first three."""
         marked = [o for o in self.choices if o.ref in self._marked] or [*self.choices[:3]]
         if marked and not self._shows_disk:
-            await self.app.push_screen(TextDialog("side by side", rows=compare(marked)))
+            await self.app.push_screen(TextDialog("side by side", in_columns(compare(marked))))
 
     def action_sort(self) -> None:
         """List by the next order: best, speed, memory."""
@@ -430,7 +445,7 @@ class ModelsScreen(ModalScreen[str | None]):
         elif self._removing != model.path:
             self._removing = model.path
             said = f"Delete again removes {model.name} ({byte_size(model.size_bytes)}) for good"
-            self.query_one("#details", Static).update(said)
+            self._write("#details", said)
         else:
             self._removing = ""
             start(self, partial(self._remove, model), "remove")
@@ -443,6 +458,10 @@ class ModelsScreen(ModalScreen[str | None]):
             self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)
         await self._look_at_disk()
         self._replan()
+
+
+def _has_words(text: str, words: Sequence[str]) -> bool:
+    return all(word in text for word in words)
 
 
 def _wait_words(seconds: int) -> str:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.cells import cell_len
 from rich.text import Text as RichText
 from textual import events
-from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import Vertical
-from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
@@ -23,10 +21,10 @@ from localllm.conversation.history_search import Hit
 from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.formatting import ago, elide, fitted, how_many
-from localllm_tui.control.keys import PICKER, KeyContext, hints
+from localllm_tui.control.formatting import ago, elide, how_many
+from localllm_tui.control.keys import PICKER, KeyContext
 from localllm_tui.control.terminal import one_line, printable
-from localllm_tui.widgets.graphemes import WholeInput
+from localllm_tui.screens.picking import Picker
 
 LISTED = 200
 LEAST_PREVIEW_LINES = 20
@@ -44,89 +42,60 @@ class TurnPlace:
     words: str = ""
 
 
-class ConversationPicker(ModalScreen[TurnPlace | None]):
-    """Dismisses with what was chosen, or None. `only`: it looks into this conversation alone."""
+class ConversationPicker(Picker[TurnPlace | None]):
+    """Picks a conversation or a turn. `only`: it looks into this conversation alone."""
 
     DEFAULT_CSS = """
-    ConversationPicker { align: center middle; }
-    ConversationPicker > Vertical {
-        width: 90%; max-width: 110; height: 80%;
-        border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
-    }
-    ConversationPicker Tree { height: 1fr; border: none; background: transparent; }
+    ConversationPicker > Vertical { max-width: 110; height: 80%; }
     ConversationPicker #preview { height: 6; border-top: solid $panel; color: $hint; }
     ConversationPicker.-low #preview { display: none; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(PICKER)
 
     def __init__(self, history: History, query: str = "", *, only: str | None = None) -> None:
-        super().__init__()
-        self.history = history
-        self.query_text = query
-        self.only = only
+        self.history, self.only = history, only
+        self._tree: Tree[TurnPlace | None] = Tree("")
+        self._tree.show_root, self._tree.guide_depth = False, 2
         self._removing: TurnPlace | None = None
+        about, looks_in, self.key_context = "conversations", "titles and texts", KeyContext.CHOOSING
+        if only is not None:
+            self.key_context = KeyContext.FINDING
+            about, looks_in = "find in this conversation", "all that was said here, on every branch"
+        super().__init__(about, self._tree, query, f"search {looks_in}")
 
-    def compose(self) -> ComposeResult:
-        with Vertical() as box:
-            box.border_title = "conversations" if self.only is None else "find in this conversation"
-            context = KeyContext.CHOOSING if self.only is None else KeyContext.FINDING
-            box.border_subtitle = fitted(hints(context), self._width)
-            looks_in = "titles and texts" if self.only is None else "all that was said here, on every branch"
-            yield WholeInput(self.query_text, placeholder=f"search {looks_in}")
-            tree: Tree[TurnPlace] = Tree("")
-            tree.show_root = False
-            tree.guide_depth = 2
-            yield tree
-            yield Static("", id="preview", markup=False)
-            yield Static("", id="found", markup=False)
+    def below(self) -> list[Widget]:
+        return [Static("", id="preview", markup=False)]
+
+    @property
+    def width(self) -> int:
+        return max(20, min(110, self.app.size.width * 9 // 10) - 8)
 
     def on_mount(self) -> None:
-        self.query_one(Input).focus()
-        self._fill(self.query_text)
+        super().on_mount()
+        self.fill(self.query_text)
 
     def on_resize(self, event: events.Resize) -> None:
         self.set_class(event.size.height < LEAST_PREVIEW_LINES, "-low")
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        self._fill(event.value)
-
-    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[TurnPlace]) -> None:
+    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[TurnPlace | None]) -> None:
         self._removing = None
         self._preview(event.node.data)
 
-    def on_input_submitted(self, _: Input.Submitted) -> None:
-        place = self._highlighted()
-        if place is not None:
-            self.dismiss(place)
-
-    def on_tree_node_selected(self, event: Tree.NodeSelected[TurnPlace]) -> None:
+    def on_tree_node_selected(self, event: Tree.NodeSelected[TurnPlace | None]) -> None:
         if event.node.data is not None:
             self.dismiss(event.node.data)
 
-    def on_key(self, event: events.Key) -> None:
-        # Focus stays in the search; the arrows move in the tree all the same.
-        tree, box = self._tree, self.query_one(Input)
-        moves: dict[str, Callable[[], object]] = {
-            "up": tree.action_cursor_up,
-            "down": tree.action_cursor_down,
-            "pageup": tree.action_page_up,
-            "pagedown": tree.action_page_down,
-        }
+    def pick(self) -> None:
+        if self._highlighted() is not None:
+            self.dismiss(self._highlighted())
+
+    def moves(self) -> dict[str, Callable[[], object]]:
+        moves, box = super().moves(), self.query_one(Input)
         if box.cursor_position == len(box.value):
             moves["right"] = self._unfold
         if not box.value:
             moves["left"] = self._fold
-        if event.key in moves and not tree.has_focus:
-            event.stop()
-            event.prevent_default()
-            moves[event.key]()
-
-    @property
-    def _tree(self) -> Tree[TurnPlace]:
-        return self.query_one(Tree)
-
-    def action_close(self) -> None:
-        self.dismiss(None)
+        return moves
 
     def action_remove(self) -> None:
         """Remove the highlighted conversation; asks by wanting the key twice."""
@@ -134,19 +103,19 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
         if chosen is None or self.only is not None:
             return
         if chosen.turn_id:
-            self.query_one("#found", Static).update("a turn is removed in its conversation: Enter opens it there")
+            self.found("a turn is removed in its conversation: Enter opens it there")
         elif self._removing != chosen:
             self._removing = chosen
             title = elide(one_line(self.history.get(chosen.conversation_id).title), 40)
-            self.query_one("#found", Static).update(f"press Ctrl+X again to remove “{title}” for good")
+            self.found(f"press Ctrl+X again to remove “{title}” for good")
         else:
             try:
                 self.history.delete(chosen.conversation_id)
             except LocalLLMError as e:
                 self._removing = None
-                self.query_one("#found", Static).update(e.message)
+                self.found(e.message)
             else:
-                self._fill(self.query_one(Input).value)
+                self.fill(self.query_one(Input).value)
 
     def _highlighted(self) -> TurnPlace | None:
         node = self._tree.cursor_node
@@ -154,7 +123,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
 
     # -- what is listed ------------------------------------------------------------------------------------------
 
-    def _fill(self, query: str) -> None:
+    def fill(self, query: str) -> None:
         self._removing = None
         self._tree.clear()
         self._preview(None)
@@ -162,7 +131,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
             said = self._fill_all(query) if self.only is None else self._fill_turns(query, self.only)
         except LocalLLMError as e:
             said = e.message
-        self.query_one("#found", Static).update(said)
+        self.found(said)
         if self._tree.root.children:
             self._tree.move_cursor_to_line(0)
 
@@ -172,14 +141,14 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
         for hit in self.history.search(query) if query.strip() else ():
             hits[hit.conversation_id].append(hit)
         for summary in found:
-            node = self._tree.root.add(_line(summary, self._width), TurnPlace(summary.id), allow_expand=True)
+            node = self._tree.root.add(_line(summary, self.width), TurnPlace(summary.id), allow_expand=True)
             for hit in hits[summary.id][:HITS_SHOWN]:
-                node.add_leaf(_hit(hit, self._width - 4), TurnPlace(summary.id, hit.message_id, query))
+                node.add_leaf(_hit(hit, self.width - 4), TurnPlace(summary.id, hit.message_id, query))
             if hits[summary.id]:
                 node.expand()
         if not found:
             return "nothing found" if query else "no conversations yet"
-        return f"{len(found)} conversation{'' if len(found) == 1 else 's'}"
+        return how_many(len(found), "conversation")
 
     def _fill_turns(self, query: str, conv_id: str) -> str:
         if not query.strip():
@@ -187,16 +156,16 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
             return "type what to find, or choose a turn"
         hits = [h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id]
         for hit in hits[:LISTED]:
-            self._tree.root.add_leaf(_hit(hit, self._width), TurnPlace(conv_id, hit.message_id, query))
-        return f"{len(hits)} turn{'' if len(hits) == 1 else 's'}" if hits else "nothing found"
+            self._tree.root.add_leaf(_hit(hit, self.width), TurnPlace(conv_id, hit.message_id, query))
+        return how_many(len(hits), "turn") if hits else "nothing found"
 
-    def on_tree_node_expanded(self, event: Tree.NodeExpanded[TurnPlace]) -> None:
+    def on_tree_node_expanded(self, event: Tree.NodeExpanded[TurnPlace | None]) -> None:
         node = event.node
         if node.data is not None and not node.data.turn_id and not node.children:
             try:
                 self._add_turns(node, node.data.conversation_id)
             except LocalLLMError as e:
-                self.query_one("#found", Static).update(e.message)
+                self.found(e.message)
 
     def _unfold(self) -> None:
         if self._tree.cursor_node is not None and self._tree.cursor_node.allow_expand:
@@ -211,7 +180,7 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
             node = node.parent
         node.collapse()
 
-    def _add_turns(self, node: TreeNode[TurnPlace], conv_id: str) -> None:
+    def _add_turns(self, node: TreeNode[TurnPlace | None], conv_id: str) -> None:
         """The questions of a conversation below `node`; what has versions has a branch for each."""
         turns = [t for t in self.history.tree(conv_id)[0] if t.role != "system"]
         after: dict[int, list[StoredMessage]] = defaultdict(list)
@@ -220,13 +189,13 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
         todo = [(node, 0)]
         while todo:
             below, turn_id = todo.pop()
-            while len(following := after[turn_id]) == 1:
-                (turn,) = following
+            while len(after[turn_id]) == 1:
+                (turn,) = after[turn_id]
                 if turn.role == "user":
-                    below.add_leaf(_turn(turn, self._width - 4), TurnPlace(conv_id, turn.id))
+                    below.add_leaf(_turn(turn, self.width - 4), TurnPlace(conv_id, turn.id))
                 turn_id = turn.id
-            for n, turn in enumerate(following, 1):
-                label = _turn(turn, self._width - 8, f"{n}/{len(following)} ")
+            for n, turn in enumerate(after[turn_id], 1):
+                label = _turn(turn, self.width - 8, f"{n}/{len(after[turn_id])} ")
                 todo.append((below.add(label, TurnPlace(conv_id, turn.id), expand=True), turn.id))
 
     def _preview(self, place: TurnPlace | None) -> None:
@@ -234,28 +203,26 @@ class ConversationPicker(ModalScreen[TurnPlace | None]):
         said = RichText()
         if place is not None:
             try:
-                told = self.history.get(place.conversation_id)
+                about = self.history.get(place.conversation_id)
                 turns = self.history.messages(place.conversation_id)[-2:]
                 if place.turn_id:
                     turns = [t for t in self.history.tree(place.conversation_id)[0] if t.id == place.turn_id]
             except LocalLLMError:
                 return  # it was removed meanwhile, in another window
-            at = time.strftime("%d %b %Y, %H:%M", time.localtime(turns[-1].created_s if turns else told.updated_s))
-            said.append(
-                elide(f"{one_line(told.model)} · {at} · {how_many(told.n_messages, 'message')}", self._width), "bold"
-            )
+            at = time.strftime("%d %b %Y, %H:%M", time.localtime(turns[-1].created_s if turns else about.updated_s))
+            facts = f"{one_line(about.model)} · {at} · {how_many(about.n_messages, 'message')}"
+            said.append(elide(facts, self.width), "bold")
             for turn in turns:
-                who = "You: " if turn.role == "user" else "Answer: "
-                text = one_line(typed_in(turn))
-                at_word = max(text.lower().find(word.lower()) for word in place.words.split() or [""])
-                start = at_word - self._width // 2 if at_word > self._width else 0
-                text = ("…" if start else "") + text[start : start + 2_000]
-                said.append("\n" + elide(who + text, 4 // len(turns) * (self._width - 8)))
+                said.append("\n" + elide(self._excerpt(turn, place.words.split()), 4 // len(turns) * (self.width - 8)))
         self.query_one("#preview", Static).update(said)
 
-    @property
-    def _width(self) -> int:
-        return max(20, min(110, self.app.size.width * 9 // 10) - 8)
+    def _excerpt(self, turn: StoredMessage, words: Sequence[str]) -> str:
+        """A turn in a line, from a little before the last of these words where that is further in."""
+        who = "You: " if turn.role == "user" else "Answer: "
+        text = one_line(typed_in(turn))
+        at_word = max([text.lower().find(word.lower()) for word in words], default=0)
+        start = at_word - self.width // 2 if at_word > self.width else 0
+        return who + ("…" if start else "") + text[start : start + 2_000]
 
 
 def _line(summary: ConversationSummary, width: int) -> RichText:

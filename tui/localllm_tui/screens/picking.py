@@ -1,18 +1,20 @@
-"""A list to pick from by typing a part of what is meant: arrows move in it while the keys go to the search."""
+"""What is picked by typing a part of it: arrows move in the list while the keys go to the search."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList, Static
+from textual.widget import Widget
+from textual.widgets import Input, OptionList, Static, Tree
 
 from localllm_tui.bindings import bindings_of
+from localllm_tui.control.formatting import fitted
 from localllm_tui.control.keys import FILES, KeyContext, hints
 from localllm_tui.widgets.graphemes import WholeInput
 from localllm_tui.widgets.line_filters import title
@@ -20,69 +22,102 @@ from localllm_tui.widgets.line_filters import title
 T = TypeVar("T")
 
 
-class ListPicker(ModalScreen[T]):
-    """Dismisses with what `_choose` makes of an option's id, or None."""
+class Picker(ModalScreen[T], Generic[T]):
+    """A search, what it finds in `listed`, and a line of words under it. Dismisses with what is picked, or None."""
 
     DEFAULT_CSS = """
-    ListPicker { align: center middle; }
-    ListPicker > Vertical {
+    Picker { align: center middle; }
+    Picker > Vertical {
         width: 90%; max-width: 100; height: 70%;
         border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
-    ListPicker OptionList { height: 1fr; border: none; background: transparent; }
+    Picker OptionList, Picker Tree { height: 1fr; border: none; background: transparent; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(FILES)
-    HINTS: ClassVar[KeyContext] = KeyContext.FILING
+    key_context: KeyContext = KeyContext.FILING
 
-    def __init__(self, about: str, query: str = "", placeholder: str = "", waiting: str = "") -> None:
+    def __init__(
+        self, about: str, listed: OptionList | Tree[T], query: str = "", placeholder: str = "", waiting: str = ""
+    ) -> None:
         super().__init__()
-        self._about, self._query, self._placeholder, self._waiting = about, query, placeholder, waiting
+        self._about, self._list, self._placeholder, self._waiting = about, listed, placeholder, waiting
+        self.query_text = query
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = title(self._about)
-            box.border_subtitle = hints(self.HINTS)
-            yield WholeInput(self._query, placeholder=self._placeholder, select_on_focus=False)
-            yield OptionList()
+            box.border_subtitle = fitted(hints(self.key_context), self.width)
+            yield WholeInput(self.query_text, placeholder=self._placeholder, select_on_focus=False)
+            yield self._list
+            yield from self.below()
             yield Static(self._waiting, id="found", markup=False)
+
+    def below(self) -> list[Widget]:
+        """What stands between the list and what was found."""
+        return []
+
+    @property
+    def width(self) -> int:
+        """Cells of a line in the frame."""
+        return max(20, min(100, self.app.size.width * 9 // 10) - 8)
 
     def on_mount(self) -> None:
         self.query_one(Input).focus()
-
-    @property
-    def options(self) -> OptionList:
-        return self.query_one(OptionList)
 
     def found(self, said: str) -> None:
         """Say what was found under the list."""
         self.query_one("#found", Static).update(said)
 
-    def _choose(self, name: str) -> None:
+    def fill(self, query: str) -> None:
+        """List what this finds."""
         raise NotImplementedError
 
-    def _fill(self, query: str) -> None:
+    def pick(self) -> None:
+        """Dismiss with what is highlighted."""
         raise NotImplementedError
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        self._fill(event.value)
+        self.fill(event.value)
 
     def on_input_submitted(self, _: Input.Submitted) -> None:
-        if self.options.highlighted is not None:
-            self._choose(str(self.options.get_option_at_index(self.options.highlighted).id))
+        self.pick()
 
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self._choose(str(event.option.id))
+    def moves(self) -> dict[str, Callable[[], object]]:
+        """What keys do in the list while the search has the focus."""
+        listed = self._list
+        return {
+            "up": listed.action_cursor_up, "down": listed.action_cursor_down,
+            "pageup": listed.action_page_up, "pagedown": listed.action_page_down,
+        }  # fmt: skip
 
     def on_key(self, event: events.Key) -> None:
-        options = self.options
-        moves: dict[str, Callable[[], None]] = {
-            "up": options.action_cursor_up, "down": options.action_cursor_down, "ctrl+r": options.action_cursor_down,
-            "pageup": options.action_page_up, "pagedown": options.action_page_down,
-        }  # fmt: skip
-        if event.key in moves and not options.has_focus:
+        move = self.moves().get(event.key)
+        if move is not None and not self._list.has_focus:
             event.stop()
             event.prevent_default()
-            moves[event.key]()
+            move()
 
     def action_close(self) -> None:
         self.dismiss(None)
+
+
+class ListPicker(Picker[T], Generic[T]):
+    """Picks one of a flat list of options: `choose` makes something of its id."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(FILES)
+
+    def __init__(self, about: str, query: str = "", placeholder: str = "", waiting: str = "") -> None:
+        self.options = OptionList()
+        super().__init__(about, self.options, query, placeholder, waiting)
+
+    def choose(self, name: str) -> None:
+        raise NotImplementedError
+
+    def pick(self) -> None:
+        if self.options.highlighted is not None:
+            self.choose(str(self.options.get_option_at_index(self.options.highlighted).id))
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.choose(str(event.option.id))
+
+    def moves(self) -> dict[str, Callable[[], object]]:
+        return {**super().moves(), "ctrl+r": self.options.action_cursor_down}
