@@ -26,4 +26,8 @@ def bindings_of(owner: str) -> list[BindingType]:
 
 def caught_by(owner: str) -> dict[str, str]:
     """The actions of the keys that one part of the screen must take before Textual's own widget does."""
-    return {name: key.action for key in KEYS if key.owner == owner and key.caught for name in key.keys.split(",")}
+    caught = {}
+    for key in KEYS:
+        if key.owner == owner and key.caught:
+            caught.update(dict.fromkeys(key.keys.split(","), key.action))
+    return caught

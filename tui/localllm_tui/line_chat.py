@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -18,18 +18,18 @@ from localllm.plain_output import obeyed
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.chat import ChatController, ChatOptions
-from localllm_tui.control.client import ChatClient, ToolResult
+from localllm_tui.control.chat import ChatController, ChatOptions, Face
+from localllm_tui.control.client import ChatClient
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import copy_with_tool, printable
 
 FOUND_SHOWN = 20
 
 
-class LineFace:
+class LineFace(Face):
     """A chat on standard output and error; implements control.chat.Face."""
 
-    full_screen = wants_energy = False
+    full_screen = False
     option, after_error = "--plain", ""
 
     def __init__(self, options: ChatOptions, copy: Callable[[str], bool] = copy_with_tool) -> None:
@@ -54,7 +54,7 @@ class LineFace:
             return None
         return int(picked) - 1 if picked.isdigit() and 1 <= int(picked) <= len(rows) else None
 
-    async def say(self, text: str, *, markdown: bool = False) -> None:
+    async def show_note(self, text: str, *, markdown: bool = False) -> None:
         self.note(text)
 
     async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
@@ -65,9 +65,6 @@ class LineFace:
 
     def notify(self, message: str, **_: Any) -> None:
         self.note(message)
-
-    def changed(self, *, recount: bool = False) -> None:
-        """Nothing is shown of it before the next line."""
 
     async def show_session(self, at: int, before: str | None) -> None:
         session = self.chat.session
@@ -80,9 +77,6 @@ class LineFace:
             turn = self.chat.session.turns[-1]
             self.show(printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}"))
 
-    async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
-        """It was typed here."""
-
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
         return _Page(sys.stdout, sys.stderr)
 
@@ -93,12 +87,6 @@ class LineFace:
             self.note("(stopped; /more goes on)")
         for note in _notes(stream):
             self.note(note)
-
-    def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
-        """Nothing here names the versions of a turn."""
-
-    def submit_queued(self, text: str) -> None:
-        """Nothing is typed while an answer comes."""
 
     async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
         """List what was found; a number on the next line opens it. What was found in one conversation is listed alone."""
@@ -137,18 +125,12 @@ class LineFace:
             f"copied {what}" if done else "this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)"
         )
 
-    def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
-        """Nothing runs while a line is typed."""
-
     async def run_on_screen(self, name: str, argument: str) -> bool:
         command = commands.known(name)
         if command is None or command.plain:
             return False
         self.note(f"/{name} needs the screen: start the chat without {self.option}")
         return True
-
-    async def close(self) -> None:
-        """The loop that reads lines ends by itself."""
 
 
 def _notes(stream: AnswerStream) -> list[str]:
@@ -247,7 +229,7 @@ class WrappedLines:
         return piece
 
 
-class _Page:
+class _Page(AnswerDisplay):
     """An answer on a stream of text. Progress is one line on a terminal that the next one, or the answer, replaces."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
@@ -275,9 +257,6 @@ class _Page:
             self._err.write(what)
             self._err.flush()
             self._said = what
-
-    def tool(self, ran: ToolResult) -> None:
-        """Tools are switched on on a screen alone."""
 
     def end(self) -> None:
         self.progress("")

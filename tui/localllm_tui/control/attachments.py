@@ -227,8 +227,8 @@ def files_below(folder: Path) -> list[str]:
 def files_and_folders(folder: Path) -> list[str]:
     """The files below `folder`, and the folders that hold them, with a slash at the end."""
     names = files_below(folder)
-    folders = {f"{parent.as_posix()}/" for name in names for parent in Path(name).parents if parent != Path()}
-    return sorted([*names, *folders])
+    folders: set[Path] = set().union(*(Path(name).parents for name in names)) - {Path()}
+    return sorted([*names, *(f"{folder.as_posix()}/" for folder in folders)])
 
 
 def _walk(folder: Path) -> Iterator[str]:

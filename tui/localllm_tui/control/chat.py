@@ -74,9 +74,10 @@ class Face(Protocol):
     full_screen: bool
 
     @property
-    def wants_energy(self) -> bool: ...
+    def wants_energy(self) -> bool:
+        return False
 
-    async def say(self, text: str, *, markdown: bool = False) -> None:
+    async def show_note(self, text: str, *, markdown: bool = False) -> None:
         """Show what is no part of the conversation."""
 
     async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
@@ -370,7 +371,7 @@ class ChatController:
         if tree.copied or tree.beside:
             said = wording.CONTINUED_ELSEWHERE if tree.copied else wording.CONTINUED_BESIDE
             tree.copied = tree.beside = False
-            await self.face.say(said)
+            await self.face.show_note(said)
 
     async def _ask_notice(self) -> None:
         """Ask whether the server has a notice about how the model runs: it has one after an answer or two, or never."""
@@ -381,13 +382,13 @@ class ChatController:
             notices = [m.notice for m in await self.client.models() if m.name == self.model and m.notice]
             if notices:
                 self._notice_asks = 0
-                await self.face.say(printable(notices[0]))
+                await self.face.show_note(printable(notices[0]))
 
     async def _warn_of_full_context(self) -> None:
         used = self.session.used_tokens
         if self.n_ctx and used >= CONTEXT_WARNING * self.n_ctx and not self._warned_full and not self.compacts:
             self._warned_full = True
-            await self.face.say(wording.full_context(used, self.n_ctx))
+            await self.face.show_note(wording.full_context(used, self.n_ctx))
 
     # -- the conversation -----------------------------------------------------------------------------------------
 
@@ -467,7 +468,7 @@ class ChatController:
         self.n_ctx = self.physics = None
         self.begin()
         self.face.changed()
-        await self.face.say(f"loading {own.model} in this chat: what is asked meanwhile waits for it")
+        await self.face.show_note(f"loading {own.model} in this chat: what is asked meanwhile waits for it")
 
     # -- what a timer does ----------------------------------------------------------------------------------------
 

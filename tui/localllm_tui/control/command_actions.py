@@ -34,7 +34,7 @@ async def new(chat: ChatController, _: str) -> None:
     system = chat.session.system if chat.session.system_set else chat.options.system
     await chat.open(Session(chat.history, chat.model, system=system))
     if system:
-        await chat.face.say("the system prompt is kept, and shown at the top: /system - removes it")
+        await chat.face.show_note("the system prompt is kept, and shown at the top: /system - removes it")
 
 
 async def list_conversations(chat: ChatController, words: str) -> None:
@@ -119,12 +119,12 @@ async def compact(chat: ChatController, argument: str) -> None:
     chat.session.set_compacts(not argument)
     if argument:
         always = "; but the setting `compaction` is auto" if chat.client.compacts else ""
-        await chat.face.say(f"a conversation that does not fit the context is an error again{always}")
+        await chat.face.show_note(f"a conversation that does not fit the context is an error again{always}")
         return
     if not chat.answering and chat.session.turns[-1].role == "user":
         await retry(chat, "")
         return
-    await chat.face.say(
+    await chat.face.show_note(
         "once the conversation does not fit, its oldest messages are left out of what the model gets; all of it "
         "stays here and on disk"
     )
@@ -167,7 +167,7 @@ async def _save(chat: ChatController, name: str, mode: str) -> None:
         raise UsageError(f"{path} exists already", hint=f"/save! {name} overwrites it") from None
     except OSError as e:
         raise UsageError(f"{path} can't be written: {e.strerror or e}") from e
-    await chat.face.say(f"saved to {path}")
+    await chat.face.show_note(f"saved to {path}")
 
 
 _WRITERS = {".json": to_json, ".html": to_html, ".htm": to_html}
@@ -178,7 +178,7 @@ async def title(chat: ChatController, text: str) -> None:
         raise UsageError("a conversation has a title once something was asked")
     if text:
         chat.session.rename(title_of(text))
-    await chat.face.say(f"title: {chat.session.title}")
+    await chat.face.show_note(f"title: {chat.session.title}")
 
 
 async def import_from(chat: ChatController, name: str) -> None:
@@ -188,7 +188,7 @@ async def import_from(chat: ChatController, name: str) -> None:
     ids = import_export.store(chat.history, import_export.read(Path(name)), chat.model)
     if len(ids) == 1:
         await resume(chat, ids[0])
-    await chat.face.say(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all")
+    await chat.face.show_note(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all")
 
 
 async def attach(chat: ChatController, name: str) -> None:
@@ -217,7 +217,7 @@ async def _attach_folder(chat: ChatController, folder: Path) -> None:
         chat.attach(name, text)
     cost = f", {tokens:,} tokens" if tokens is not None else ""
     rest = f"; {left_out} that are no text stay" if left_out else ""
-    await chat.face.say(
+    await chat.face.show_note(
         f"{one_line(str(folder))}: {how_many(len(files), 'file')} go along{cost}{rest}; /attach - takes them back"
     )
 
@@ -239,7 +239,7 @@ async def system(chat: ChatController, text: str) -> None:
             f"\nIt stands before everything that was said, so all of it ({chat.session.used_tokens:,} tokens) is read again "
             "for the next answer"
         )
-    await chat.face.say(said)
+    await chat.face.show_note(said)
 
 
 async def model(chat: ChatController, name: str) -> None:
@@ -248,10 +248,10 @@ async def model(chat: ChatController, name: str) -> None:
     if not name:
         lines = [f"{'>' if m == chat.model else ' '} {one_line(m)}" for m in names]
         more = "\n/model NAME uses another" if len(names) > 1 else "\nlocalllm chat -m NAME starts with another"
-        await chat.face.say("models on this server:\n" + "\n".join(lines) + more)
+        await chat.face.show_note("models on this server:\n" + "\n".join(lines) + more)
         return
     chat.use_model(name, await _model_named(chat, name))
-    await chat.face.say(f"{name} answers from here on; where it is not in memory yet, the next question loads it")
+    await chat.face.show_note(f"{name} answers from here on; where it is not in memory yet, the next question loads it")
 
 
 async def _model_named(chat: ChatController, name: str) -> list[ListedModel]:
@@ -271,11 +271,11 @@ async def run_shell(chat: ChatController, command: str) -> None:
     if not command:
         raise UsageError("/run needs a command", hint="for example !git diff")
     if not chat.runs_commands and not await chat.face.approve("a command is to run on this machine", command):
-        await chat.face.say(f"not run: {one_line(command)}")
+        await chat.face.show_note(f"not run: {one_line(command)}")
         return
     chat.runs_commands = True
     said = await shell.output_of(command)
-    await chat.face.say(fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True)
+    await chat.face.show_note(fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True)
     attach_text(chat, f"$ {one_line(command)}", said)
 
 
@@ -285,7 +285,7 @@ async def save_prompt(chat: ChatController, what: str) -> None:
     if not name:
         raise UsageError("/save-prompt needs a name", hint="for example /save-prompt review Look for bugs in this")
     _prompts(chat).save(name, text.strip() or typed_in(chat.session.last_question))
-    await chat.face.say(f"kept: /prompt {name} writes it")
+    await chat.face.show_note(f"kept: /prompt {name} writes it")
 
 
 async def use_prompt(chat: ChatController, what: str) -> None:
@@ -295,7 +295,7 @@ async def use_prompt(chat: ChatController, what: str) -> None:
         await chat.face.write("\n\n".join(part for part in (_prompts(chat).text(name), more.strip()) if part))
         return
     names = _prompts(chat).names()
-    await chat.face.say(
+    await chat.face.show_note(
         "prompts: " + ", ".join(names) if names else "no prompt is kept; /save-prompt NAME TEXT keeps one"
     )
 
@@ -309,7 +309,7 @@ async def set_sampling(chat: ChatController, text: str) -> None:
         chat.client.sampling = sampling.changed(chat.client.sampling, text)
     own = next((m.sampling for m in await chat.client.models() if m.name == chat.model), {})
     now = sampling.words(own, chat.client.sampling) or "the model's own"
-    await chat.face.say(f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back")
+    await chat.face.show_note(f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back")
 
 
 async def switch_tools(chat: ChatController, what: str) -> None:
@@ -322,7 +322,7 @@ async def switch_tools(chat: ChatController, what: str) -> None:
     elif word == "on":
         await chat.tools.switch_on(name.strip())
     asks = "\nEach call waits for your yes, with its arguments shown" if chat.tools.on else "\n/tools on starts them"
-    await chat.face.say(chat.tools.said() + (asks if chat.tools.names else ""))
+    await chat.face.show_note(chat.tools.said() + (asks if chat.tools.names else ""))
 
 
 async def use_own_engine(chat: ChatController, _: str) -> None:
@@ -342,7 +342,7 @@ async def run_on_turn(chat: ChatController, what: str, turn: StoredMessage, argu
         "version",
         "branch",
     ):  # these keys are for looking around: stopping an answer is a side effect
-        await chat.face.say("the answer that was being written was stopped; g at its turn goes on with it")
+        await chat.face.show_note("the answer that was being written was stopped; g at its turn goes on with it")
 
 
 async def _edit(chat: ChatController, turn: StoredMessage, _: int) -> None:
@@ -376,7 +376,7 @@ async def _code(chat: ChatController, turn: StoredMessage, number: int) -> None:
 async def _branch(chat: ChatController, turn: StoredMessage, _: int) -> None:
     branch = chat.session.branch_off(turn)
     await chat.open(branch)
-    await chat.face.say(f"a conversation of its own from here on: {branch.title}; /list has both")
+    await chat.face.show_note(f"a conversation of its own from here on: {branch.title}; /list has both")
 
 
 async def _remove(chat: ChatController, turn: StoredMessage, _: int) -> None:

@@ -48,7 +48,7 @@ class Command:
 
 
 async def _list_commands(chat: ChatController, _: str) -> None:
-    await chat.face.say(section_text(command_section(plain=True)))
+    await chat.face.show_note(section_text(command_section(plain=True)))
 
 
 COMMANDS = (
@@ -140,7 +140,9 @@ COMMANDS = (
 )  # fmt: skip
 # The ids of commands with a key, for [chat_keys] in config.toml.
 KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.keys)
-_NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
+_NAMES: dict[str, Command] = {}
+for _command in COMMANDS:
+    _NAMES.update(dict.fromkeys((_command.name, *_command.aliases), _command))
 
 # A word, so that a path like /etc/hosts is a question and not a command.
 _COMMAND = re.compile(r"/([a-z?-]+!?)(?:[ \t]+(.*))?$", re.DOTALL | re.IGNORECASE)
@@ -256,7 +258,9 @@ def command_section(*, plain: bool = False) -> HelpSection:
 
 
 def _key_section(title: str, *owners: str) -> HelpSection:
-    keys = [HelpEntry(k.label_now, k.help) for owner in owners for k in KEYS if k.owner == owner and k.help]
+    keys: list[HelpEntry] = []
+    for owner in owners:
+        keys += [HelpEntry(k.label_now, k.help) for k in KEYS if k.owner == owner and k.help]
     if CHAT in owners:
         keys += [HelpEntry(c.label_now, c.help) for c in COMMANDS if c.label_now]
     return HelpSection(title, tuple(keys))

@@ -143,8 +143,8 @@ def to_html(session: Session) -> str:
 _ROLES = ("system", "user", "assistant")
 _KNOWN = "known are the JSON of /save, conversations.json of ChatGPT, the export of Open WebUI, and a list of messages"
 
-# Role, text, meta and time of a node; None where it is no turn.
-_Reader: TypeAlias = Callable[[Mapping[str, Any]], tuple[str, str, dict[str, Any], float] | None]
+# Role, text, meta and time of a node.
+_Turn: TypeAlias = tuple[str, str, dict[str, Any], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,25 +189,20 @@ def store(history: History, conversations: Iterable[ImportedConversation], model
 
 def _conversations(found: Any) -> Iterable[ImportedConversation]:
     if isinstance(found, Mapping):
-        if found.get("format") == FORMAT:
-            if int(found["version"]) > FORMAT_VERSION:
-                raise ValueError(f"version {found['version']} is of a newer release")
-            yield _ours(found)
-        elif "mapping" in found:
-            yield _chatgpt(found)
-        elif "chat" in found:
-            yield _open_webui(found)
-        elif isinstance(found.get("messages"), list):
-            yield _messages(found["messages"], str(found.get("title") or ""))
+        reader = next((read for known, read in _FORMATS if known(found)), None)
+        if reader is not None:
+            yield reader(found)
     elif isinstance(found, list) and found:
         if all(isinstance(m, Mapping) and "role" in m and "content" in m for m in found):
-            yield _messages(found, "")
+            yield _messages({"messages": found})
         else:
             for one in found:
                 yield from _conversations(one)
 
 
 def _ours(found: Mapping[str, Any]) -> ImportedConversation:
+    if int(found["version"]) > FORMAT_VERSION:
+        raise ValueError(f"version {found['version']} is of a newer release")
     turns = tuple(
         StoredMessage(
             int(m["id"]), _role(m["role"]), str(m["content"]), m.get("reasoning"), dict(m.get("meta") or {}),
@@ -220,54 +215,68 @@ def _ours(found: Mapping[str, Any]) -> ImportedConversation:
     )
 
 
-def _messages(found: list[Any], title: str) -> ImportedConversation:
+def _messages(found: Mapping[str, Any]) -> ImportedConversation:
     turns: list[StoredMessage] = []
     parent = 0
-    for m in found:
+    for m in found["messages"]:
         role, content = m["role"], _text(m["content"])
         if role not in _ROLES or not content:
             continue
         turns.append(StoredMessage(len(turns) + 1, role, content, m.get("reasoning_content"), parent_id=parent))
         parent = parent if role == "system" else turns[-1].id
-    return ImportedConversation(title or _title(turns), "", tuple(turns))
+    return ImportedConversation(str(found.get("title") or "") or _title(turns), "", tuple(turns))
 
 
 def _chatgpt(found: Mapping[str, Any]) -> ImportedConversation:
     """`mapping` is a tree of nodes, many of them empty or for tools; `current_node` is its head."""
-    nodes: Mapping[str, Any] = found["mapping"]
+    title, head = str(found.get("title") or ""), str(found.get("current_node") or "")
+    return _tree(title, found["mapping"], head, _chatgpt_turn, "parent", "children")
 
-    def turn(node: Mapping[str, Any]) -> tuple[str, str, dict[str, Any], float] | None:
-        message = node.get("message")
-        if not message or (message.get("metadata") or {}).get("is_visually_hidden_from_conversation"):
-            return None
-        role, content = message["author"]["role"], message.get("content") or {}
-        text = _text(content.get("parts") if "parts" in content else content.get("text"))
-        if role not in _ROLES or not text.strip():
-            return None
-        model = (message.get("metadata") or {}).get("model_slug")
-        return role, text, {"model": model} if model and role == "assistant" else {}, message.get("create_time") or 0.0
 
-    return _tree(str(found.get("title") or ""), nodes, str(found.get("current_node") or ""), turn, "parent", "children")
+def _chatgpt_turn(node: Mapping[str, Any]) -> _Turn | None:
+    message = node.get("message") or {}
+    about, content = message.get("metadata") or {}, message.get("content") or {}
+    if not message or about.get("is_visually_hidden_from_conversation"):
+        return None
+    text = _text(content.get("parts") if "parts" in content else content.get("text"))
+    return _turn(message["author"]["role"], text, about.get("model_slug"), message.get("create_time"))
 
 
 def _open_webui(found: Mapping[str, Any]) -> ImportedConversation:
     """`history.messages` is a tree by id; `currentId` is its head."""
-    chat = found["chat"]
-    past = chat["history"]
-
-    def turn(node: Mapping[str, Any]) -> tuple[str, str, dict[str, Any], float] | None:
-        role, text = node["role"], _text(node.get("content"))
-        if role not in _ROLES or not text.strip():
-            return None
-        meta = {"model": node["model"]} if node.get("model") and role == "assistant" else {}
-        return role, text, meta, node.get("timestamp") or 0.0
-
+    chat, past = found["chat"], found["chat"]["history"]
     title = str(chat.get("title") or found.get("title") or "")
-    return _tree(title, past["messages"], str(past.get("currentId") or ""), turn, "parentId", "childrenIds")
+    return _tree(title, past["messages"], str(past.get("currentId") or ""), _open_webui_turn, "parentId", "childrenIds")
+
+
+def _open_webui_turn(node: Mapping[str, Any]) -> _Turn | None:
+    return _turn(node["role"], _text(node.get("content")), node.get("model"), node.get("timestamp"))
+
+
+def _turn(role: str, text: str, model: Any, created_s: Any) -> _Turn | None:
+    if role not in _ROLES or not text.strip():
+        return None
+    return role, text, {"model": model} if model and role == "assistant" else {}, float(created_s or 0.0)
+
+
+# What a format is recognised by, and its reader; the first that fits is taken.
+_FORMATS: tuple[
+    tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], ImportedConversation]], ...
+] = (
+    (lambda found: found.get("format") == FORMAT, _ours),
+    (lambda found: "mapping" in found, _chatgpt),
+    (lambda found: "chat" in found, _open_webui),
+    (lambda found: isinstance(found.get("messages"), list), _messages),
+)
 
 
 def _tree(
-    title: str, nodes: Mapping[str, Any], head: str, turn: _Reader, parent_key: str, children_key: str
+    title: str,
+    nodes: Mapping[str, Any],
+    head: str,
+    turn: Callable[[Mapping[str, Any]], _Turn | None],
+    parent_key: str,
+    children_key: str,
 ) -> ImportedConversation:
     """A tree of nodes as turns; the children of nodes that are no turns move up to the parent."""
     turns: list[StoredMessage] = []
@@ -282,7 +291,7 @@ def _tree(
         read = turn(nodes[name])
         if read is not None:
             role, text, meta, created_s = read
-            turns.append(StoredMessage(len(turns) + 1, role, text, None, meta, True, float(created_s), parent))
+            turns.append(StoredMessage(len(turns) + 1, role, text, None, meta, True, created_s, parent))
             parent = parent if role == "system" else turns[-1].id
         place[name] = parent
         todo += [(child, parent) for child in reversed(nodes[name].get(children_key) or ()) if child in nodes]

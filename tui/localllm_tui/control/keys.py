@@ -80,7 +80,7 @@ _remapped: dict[str, str] = {}
 
 def label_of(keys: str) -> str:
     """Keys as users know them: "ctrl+k,f9" is Ctrl+K, F9."""
-    return ", ".join("+".join(part.capitalize() for part in key.split("+")) for key in keys.split(","))
+    return ", ".join("+".join(map(str.capitalize, key.split("+"))) for key in keys.split(","))
 
 
 def remap(table: Mapping[str, object], further: Iterable[str] = ()) -> None:

@@ -56,10 +56,12 @@ class AnswerMeter:
         if self._first_s is None:
             self._first_s = self._last_s
         self._deltas += 1
-        while (part := int((self._last_s - self._first_s) / self._pace_s)) >= PACES:
+        since_first_s = self._last_s - self._first_s
+        while since_first_s >= PACES * self._pace_s:
             pairs = [*self._paces, 0][: 2 * ((len(self._paces) + 1) // 2)]
             self._paces = [sum(pairs[n : n + 2]) for n in range(0, len(pairs), 2)]
             self._pace_s *= 2
+        part = int(since_first_s / self._pace_s)
         self._paces += [0] * (part + 1 - len(self._paces))
         self._paces[part] += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
@@ -81,8 +82,8 @@ class Pulls:
 
     def stop(self, ref: str) -> None:
         """Stop at the next progress report; what has arrived stays."""
-        if (pull := self._pulls.get(ref)) is not None:
-            pull.stopping.set()
+        if ref in self._pulls:
+            self._pulls[ref].stopping.set()
 
     def stop_all(self) -> None:
         for ref in self._pulls:
@@ -214,7 +215,8 @@ def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
     may = "Delete twice removes them" if model.ours else "remove them there: they are not localllm's"
     lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
-    return [piece for line in lines for piece in textwrap.wrap(printable(line), max(20, width))]
+    wrapped = [textwrap.wrap(printable(line), max(20, width)) for line in lines]
+    return [*itertools.chain.from_iterable(wrapped)]
 
 
 def _room(width: int) -> tuple[int, bool]:

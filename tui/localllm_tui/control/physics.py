@@ -172,8 +172,11 @@ def panel_lines(
         return ["This server does not say what", "a token costs it."]
     shown = speed or AnswerSpeed()
     parts = (_answer, _bandwidth, _token, _prompt, _time, _memory)
-    blocks = [lines for lines in (part(physics, shown) for part in parts) if lines]
-    return [line[:width] for n, lines in enumerate(blocks) for line in (["", *lines] if n else lines)]
+    lines: list[str] = []
+    for part in parts:
+        block = part(physics, shown)
+        lines += ["", *block] if lines and block else block
+    return [line[:width] for line in lines]
 
 
 def headline(physics: ModelPhysics, speed: AnswerSpeed) -> str:

@@ -24,7 +24,8 @@ def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     """The sampling in force: what was `chosen` in this chat over the model's `own`; "" where neither says anything."""
     now = {**own, **chosen}
     said = []
-    if isinstance(heat := now.get("temperature"), (int, float)):
+    heat = now.get("temperature")
+    if isinstance(heat, (int, float)):
         said.append(f"{_heat(heat)} (temperature {heat:g})")
     said += [f"{name} {chosen[name]:g}" for name in ("top_p", "top_k", "min_p", "repeat_penalty") if name in chosen]
     if "seed" in chosen:

@@ -35,11 +35,10 @@ async def output_of(command: str, within_s: float = WITHIN_S) -> str:
     said, note = bytearray(), ""
     try:
         async with asyncio.timeout(within_s):
-            while piece := await process.stdout.read(65536):
-                said += piece
-                if len(said) > MOST_BYTES:
-                    note = f"cut after {MOST_BYTES:,} bytes"
-                    break
+            while not process.stdout.at_eof() and len(said) <= MOST_BYTES:
+                said += await process.stdout.read(65536)
+            if len(said) > MOST_BYTES:
+                note = f"cut after {MOST_BYTES:,} bytes"
             else:
                 code = await process.wait()
                 note = f"ended with {code}" if code else ""

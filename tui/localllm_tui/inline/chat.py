@@ -22,7 +22,6 @@ from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import files_and_folders, typed_in
 from localllm_tui.control.chat import ChatOptions
-from localllm_tui.control.client import ToolResult
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import breaks_lines_anew, copy_with_tool, one_line, printable
@@ -44,7 +43,7 @@ _COLOURS = {"primary": "ansi_blue", "text-primary": "ansi_blue", "text-accent": 
 _AT = re.compile(r"(?:^|\s)@(\S*)$")
 
 
-class InlineAnswer:
+class InlineAnswer(AnswerDisplay):
     """An answer as it comes: finished blocks are written for good, the last one stands above the input."""
 
     def __init__(self, page: InlinePage, look: Console) -> None:
@@ -69,9 +68,6 @@ class InlineAnswer:
         if not self._rows.source:
             self._page.tail = what
             self._page.changed()
-
-    def tool(self, ran: ToolResult) -> None:
-        """Tools are switched on on a screen alone."""
 
     def end(self, note: str) -> None:
         """Write what is left of it, and a line about how it ended."""

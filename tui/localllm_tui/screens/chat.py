@@ -356,15 +356,15 @@ class ChatScreen(Screen[None]):
     def wants_energy(self) -> bool:
         return self.query_one(GlassPanel).wanted
 
-    async def _show_note(self, note: ChatNote | ErrorNote) -> None:
+    async def _mount_note(self, note: ChatNote | ErrorNote) -> None:
         await self.transcript.mount(note)
         self.transcript.follow(always=True)
 
-    async def say(self, text: str, *, markdown: bool = False) -> None:
-        await self._show_note(ChatNote(text, markdown=markdown))
+    async def show_note(self, text: str, *, markdown: bool = False) -> None:
+        await self._mount_note(ChatNote(text, markdown=markdown))
 
     async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
-        await self._show_note(ErrorNote(error.message, error.hint, way_on))
+        await self._mount_note(ErrorNote(error.message, error.hint, way_on))
 
     def changed(self, *, recount: bool = False) -> None:
         if recount:
@@ -446,7 +446,7 @@ class ChatScreen(Screen[None]):
         await self.transcript.query(ChatNote).remove()
         if error is None:
             how = "Stopped before the answer began" if stream.reason == "stopped" else "The model gave an empty answer"
-            await self.say(f"{how}: /retry asks again, /edit changes the question, /drop removes it")
+            await self.show_note(f"{how}: /retry asks again, /edit changes the question, /drop removes it")
 
     def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
         if isinstance(shown, AnswerView) and shown.is_attached and self.chat.session.tree.holds(turn.id):

@@ -77,28 +77,31 @@ def _inline_rule(state: StateInline, silent: bool) -> bool:
 
 def _block_rule(state: StateBlock, first: int, last: int, silent: bool) -> bool:
     """Lines from $$ or \\[ to their end, or to a free line: what is not ended yet stands as it is."""
-    if state.is_code_block(first):
-        return False
-
-    def line(n: int) -> str:
-        return state.src[state.bMarks[n] + state.tShift[n] : state.eMarks[n]]
-
-    begun = line(first)
+    begun = _line_of(state, first)
     end = _ENDS.get(begun[:2], "")
-    if not end or (end in begun[2:] and not begun.rstrip().endswith(end)) or not is_formula(begun[2:] or "="):
+    if state.is_code_block(first) or not end or not _begins_block(begun, end):
         return False
     if silent:
         return True
     n, ended = first, end in begun[2:]
-    while not ended and n + 1 < last and line(n + 1).strip() and state.sCount[n + 1] >= state.blkIndent:
+    while not ended and n + 1 < last and _line_of(state, n + 1).strip() and state.sCount[n + 1] >= state.blkIndent:
         n += 1
-        ended = line(n).rstrip().endswith(end)
+        ended = _line_of(state, n).rstrip().endswith(end)
     token = state.push("formula_block", "", 0)
     token.map, token.block = [first, n + 1], True
-    token.markup = "\n".join(line(k) for k in range(first, n + 1))
+    token.markup = "\n".join(_line_of(state, k) for k in range(first, n + 1))
     token.content = token.markup.rstrip()[2:-2] if ended else ""
     state.line = n + 1
     return True
+
+
+def _line_of(state: StateBlock, n: int) -> str:
+    return state.src[state.bMarks[n] + state.tShift[n] : state.eMarks[n]]
+
+
+def _begins_block(line: str, end: str) -> bool:
+    ends_within = end in line[2:] and not line.rstrip().endswith(end)
+    return not ends_within and is_formula(line[2:] or "=")
 
 
 def is_formula(said: str) -> bool:
@@ -124,23 +127,21 @@ def as_unicode(latex: str) -> str:
 
 def _with_scripts(latex: str) -> str:
     """Raised and lowered signs as Unicode where all of them have one, else in brackets; the innermost first."""
-
-    def script(found: re.Match[str]) -> str:
-        inside = found[2] if found[2] is not None else found[3]
-        known = _RAISED if found[1] == "^" else _LOWERED
-        if inside in known:
-            return _END + known[inside]
-        if inside and all(c in known for c in inside.replace(" ", "")):
-            return _END + "".join(known[c] for c in inside if c != " ")
-        mark = _HIGH if found[1] == "^" else _LOW
-        return mark + (inside if _SIMPLE.fullmatch(inside) or found[2] is None else f"({inside})")
-
     latex = _FUNCTIONS.sub(lambda found: f"{found[1]} {found[2]}" if found[1] else found[2], latex)
     for _ in range(_DEEPEST):
-        before, latex = latex, _SCRIPT.sub(script, latex)
+        before, latex = latex, _SCRIPT.sub(_script, latex)
         if latex == before:
             break
     return latex
+
+
+def _script(found: re.Match[str]) -> str:
+    inside = found[2] if found[2] is not None else found[3]
+    known, mark = (_RAISED, _HIGH) if found[1] == "^" else (_LOWERED, _LOW)
+    signs = [inside] if inside in known else [*inside.replace(" ", "")]
+    if signs and all(sign in known for sign in signs):
+        return _END + "".join(known[sign] for sign in signs)
+    return mark + (inside if _SIMPLE.fullmatch(inside) or found[2] is None else f"({inside})")
 
 
 @lru_cache(maxsize=1)

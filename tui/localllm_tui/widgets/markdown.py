@@ -334,7 +334,7 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     lines = []
     for part in node.children:
         style = "table.head" if part.type == "thead" else ""
-        lines += [[_inline(cell, style) for cell in line.children] for line in part.children]
+        lines += [_cells(line, style) for line in part.children]
     widths = _columns(lines, width)
     right = ["right" in str(cell.attrs.get("style", "")) for cell in node.children[0].children[0].children]
     for n, line in enumerate(lines):
@@ -343,6 +343,10 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
             yield MarkdownRow(_beside([_padded(*cell) for cell in zip(pieces, widths, right, strict=True)]))
         if n == 0:
             yield MarkdownRow(Text("─┼─".join("─" * room for room in widths), "rule"))
+
+
+def _cells(line: SyntaxTreeNode, style: str) -> list[Text]:
+    return [_inline(cell, style) for cell in line.children]
 
 
 def _cell_rows(cell: Text, room: int) -> list[Text]:
