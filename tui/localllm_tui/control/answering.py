@@ -42,7 +42,8 @@ class AnswerDisplay(Protocol):
         """Say what happens before the first piece; "" when it is over."""
 
     def tool(self, ran: ToolResult) -> None:
-        """Show a tool's call and what came of it."""
+        """Show a tool's call and what came of it; tools are switched on on a screen alone."""
+        return
 
 
 class AnswerStream:

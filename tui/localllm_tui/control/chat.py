@@ -65,7 +65,7 @@ class ChatOptions:
 
 
 class Face(Protocol):
-    """How a chat looks: what it calls to show itself and to ask.
+    """How a chat looks: what it calls to show itself and to ask. What a face need not do ends here with a return.
 
     `full_screen`: figures of the model are shown, and what is typed stays in the input until its question is stored.
     `wants_energy`: the panel that shows an answer's joules is open.
@@ -96,6 +96,7 @@ class Face(Protocol):
 
     def changed(self, *, recount: bool = False) -> None:
         """Something about the chat is different; `recount`: what was counted of the conversation no longer holds."""
+        return
 
     async def show_session(self, at: int, before: str | None) -> None:
         """Show the chat's session in place of the conversation `before`, at the turn of this id (0: its end)."""
@@ -105,6 +106,7 @@ class Face(Protocol):
 
     async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
         """Show a new question; `edited`: the turn is another version of an earlier one."""
+        return
 
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
         """Make what shows an answer as it comes; `again`: in place of what follows its question."""
@@ -114,9 +116,11 @@ class Face(Protocol):
 
     def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
         """Show which version of its turn an answer is, once it is stored."""
+        return
 
     def submit_queued(self, text: str) -> None:
         """Submit a question that waited for the answer, if it is still what is typed."""
+        return
 
     async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
         """Let the user pick a conversation, or a turn of this one, searching for `words`, and open it."""
@@ -137,12 +141,14 @@ class Face(Protocol):
 
     def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
         """Run this beside the conversation, in place of the rest of its group; only a face with a full screen need do so."""
+        return
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
         """Do a command in the face's own way; False where it has none."""
 
     async def close(self) -> None:
         """End the face: the chat is left."""
+        return
 
 
 class ChatController:
