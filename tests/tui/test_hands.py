@@ -209,7 +209,7 @@ def test_lines_are_broken_between_words_however_they_come(cut: int) -> None:
         "some words of a text, 日本語 日本語 日本語 and a-very-long-word-without-any-space-in-it here\n\n  indented\n"
     )
     lines = WrappedLines(20)
-    said = "".join(lines.add(text[i : i + cut]) for i in range(0, len(text), cut)) + lines.rest()
+    said = "".join(lines.add(text[i : i + cut]) for i in range(0, len(text), cut)) + lines.end()
     assert "".join(said.split()) == "".join(text.split())
     assert all(cell_len(line) <= 20 or "a-very-long" in line for line in said.splitlines())
     assert said.endswith("\n\n  indented\n")

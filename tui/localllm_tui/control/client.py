@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
 from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
+from localllm.sse import DONE, LineBuffer, data_of
 from localllm_tui.control.attachments import as_sent
 from localllm_tui.control.interfaces import ChatEngine
 
@@ -320,8 +321,8 @@ class ChatClient:
 async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]:
     answer = _AnswerSoFar()
     async for line in _lines(response):
-        data = line[5:].strip() if line.startswith("data:") else ""
-        if data == "[DONE]":
+        data = data_of(line) or ""
+        if data == DONE:
             break
         for event in answer.comment(line[1:].strip()) if line.startswith(":") else answer.chunk(data):
             yield event
@@ -390,15 +391,12 @@ class _AnswerSoFar:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Lines ended by LF only: httpx's own `aiter_lines` also breaks at U+2028 and others, which JSON may hold."""
-    buffer = bytearray()
+    lines = LineBuffer()
     async for piece in response.aiter_bytes():
-        buffer += piece
-        *lines, buffer = buffer.split(b"\n")
-        for line in lines:
-            yield line.rstrip(b"\r").decode("utf-8", "replace")
-    if buffer:
-        yield bytes(buffer).decode("utf-8", "replace")
+        for line in lines.feed(piece):
+            yield line
+    for line in lines.end():
+        yield line
 
 
 def _usage(usage: Mapping[str, Any]) -> AnswerUsage:
