@@ -40,6 +40,7 @@ from localllm.bench.stream import free_port
 from localllm.cli.chat.planning import PlanningProcess
 from localllm.conversation.history import History, StoredMessage
 from localllm_tui.app import ChatApp
+from localllm_tui.control import commands
 from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.interfaces import PlanRequest
@@ -200,7 +201,7 @@ async def open_and_plan(folder: Path) -> tuple[float, float, float]:
             async with app.run_test(size=(120, 40)) as pilot:
                 await pilot.pause()
                 begun_s = time.perf_counter()
-                await app.chat.run_command("continue", "")
+                await commands.run_and_report(app.chat, "continue", "")
                 await pilot.pause()
                 opened_s = time.perf_counter() - begun_s
                 planning = asyncio.create_task(asyncio.to_thread(desk.plan, PlanRequest()))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from rich.cells import cell_len
@@ -13,7 +15,14 @@ from rich.cells import cell_len
 from localllm.errors import LocalLLMError
 from localllm.formatting import byte_size
 from localllm_tui.control.formatting import bar, elide, span
-from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PullProgress
+from localllm_tui.control.interfaces import (
+    InstalledModel,
+    ModelService,
+    PlanChoice,
+    PlanList,
+    PlanRequest,
+    PullProgress,
+)
 from localllm_tui.control.terminal import one_line, printable
 
 
@@ -58,7 +67,7 @@ class Pulls:
     """All downloads of a chat, the newest last."""
 
     def __init__(self, service: ModelService) -> None:
-        self._service = service
+        self.service = service
         self._pulls: dict[str, Pull] = {}
 
     def all(self) -> list[Pull]:
@@ -103,7 +112,7 @@ class Pulls:
             pull.now = progress
 
         try:
-            pull.name = self._service.pull(pull.ref, report)
+            pull.name = self.service.pull(pull.ref, report)
             pull.now = replace(pull.now, phase="done", left_s=None)
         except _Stopped:
             pass
@@ -252,6 +261,13 @@ class FirstRun:
     starter: str
     pulls: Pulls
     choices: Sequence[PlanChoice] | None = None
+
+    async def plan(self, plans: dict[PlanRequest, PlanList]) -> None:
+        """Plan what this machine could run; what is planned joins `plans`."""
+        request, found = PlanRequest(), PlanList(PlanRequest(), "", ())
+        with suppress(LocalLLMError):
+            found = plans[request] = await asyncio.to_thread(self.pulls.service.plan, request)
+        self.choices = found.choices
 
     @property
     def best(self) -> list[PlanChoice]:

@@ -22,7 +22,6 @@ from localllm_tui.control import command_actions, commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.chat import ChatController, ChatOptions
-from localllm_tui.control.interfaces import PlanRequest
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.local_state import Drafts
 from localllm_tui.control.meter import TokenCosts
@@ -42,13 +41,14 @@ from localllm_tui.messages import (
 from localllm_tui.screens.background import TokenCounter, start
 from localllm_tui.screens.found_turns import FoundTurns
 from localllm_tui.screens.frames import ChatFrames
+from localllm_tui.screens.selected_turn import SelectedTurn
 from localllm_tui.screens.turn_window import TurnWindow
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
 from localllm_tui.widgets.slash_menu import SlashMenu
 from localllm_tui.widgets.status import HeadLine, StatusLine
-from localllm_tui.widgets.transcript import Transcript, TurnView
+from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import ChatNote, ErrorNote, FirstRunPage, QuestionView
 
 # Dialogs are imported when they open: the first paint does not wait for them.
@@ -80,6 +80,7 @@ class ChatScreen(Screen[None]):
         self._found = FoundTurns(chat, self.transcript, self._window)
         self._counter = TokenCounter(self, self._count, self._show_all)
         self._frames = ChatFrames(self, chat, self._counter, self._window, self._found)
+        self._selected = SelectedTurn(self, chat, self.transcript, self._found, self._frames)
         self._drafts = Drafts(options.history.path.parent / "drafts")
         self._copy_with_tool = copy
         self._terminal = KeyboardTerminal()
@@ -248,43 +249,7 @@ class ChatScreen(Screen[None]):
         self._frames.show_state()
 
     async def on_turn_asked(self, event: TurnAsked) -> None:
-        turns = {t.id: t for t in self.chat.session.turns}
-        turn, selected = turns.get(event.turn_id), self.transcript.selected
-        if turn is None or selected is None:
-            return
-        if event.what == "thinking":
-            if isinstance(selected, AnswerView):
-                selected.toggle_thinking()
-        elif event.what == "found":
-            if not await self._found.show_next(turn.id, event.argument):
-                self.notify("Ctrl+F finds words in this conversation", timeout=3, markup=False)
-            self._frames.show_state()
-        elif event.what == "remove" and self._frames.removing != turn.id:
-            self._frames.removing = turn.id
-            self._frames.show_state()
-        else:
-            await self._run_on_turn(event, turn)
-
-    async def _run_on_turn(self, event: TurnAsked, turn: StoredMessage) -> None:
-        self._frames.removing = 0
-        try:
-            await command_actions.run_on_turn(self.chat, event.what, turn, event.argument)
-        except LocalLLMError as e:
-            self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", timeout=4, markup=False)
-        self._reselect(event.what, turn)
-
-    def _reselect(self, what: str, turn: StoredMessage) -> None:
-        """Move the selection after an action: to the version that took the turn's place, or back to the input."""
-        if what in ("copy", "code"):
-            return
-        view: TurnView | None = None
-        if what == "version":
-            tree = self.chat.session.tree
-            view = next((v for v in self.transcript.views if tree.is_version_after(v.turn_id, turn.parent_id)), None)
-        self.transcript.select(view)
-        if what == "remove":
-            self.transcript.action_select(-1)
-        self._frames.show_state()
+        await self._selected.act(event)
 
     def action_thinking(self) -> None:
         for view in reversed(self.transcript.query(AnswerView)):
@@ -323,14 +288,8 @@ class ChatScreen(Screen[None]):
     # -- the first run --------------------------------------------------------------------------------------------
 
     async def _plan_first_run(self) -> None:
-        chat, request = self.chat, PlanRequest()
-        assert chat.options.model_service is not None
-        assert chat.first_run is not None
-        try:
-            chat.plans[request] = await asyncio.to_thread(chat.options.model_service.plan, request)
-            chat.first_run.choices = chat.plans[request].choices
-        except LocalLLMError:
-            chat.first_run.choices = ()
+        if self.chat.first_run is not None:
+            await self.chat.first_run.plan(self.chat.plans)
         self._show_first_run()
 
     def _show_first_run(self) -> None:
