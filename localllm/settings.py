@@ -169,8 +169,8 @@ TABLE: tuple[Setting, ...] = (
 )
 _BY_NAME = {s.name: s for s in TABLE}
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-# Tables of config.toml that are not settings: what it says of single models (cli/compose/presets.py), of other servers and of
-# keys (cli/compose/upstreams.py), of the chat's keys and of the programs that offer it tools (cli/chat/config.py).
+# Tables of config.toml that are not settings: what it says of single models (cli/serve/presets.py), of other servers and of
+# keys (cli/serve/upstreams.py), of the chat's keys and of the programs that offer it tools (cli/chat/config.py).
 _TABLES = ("models", "upstream", "keys", "chat_keys", "mcp")
 
 

@@ -62,7 +62,7 @@ def _root(
     """Without a command: the chat on the best model at hand."""
     if context.invoked_subcommand not in _LOOKS_LATER:
         gc.enable()
-    from localllm.cli.compose import engine_builds
+    from localllm.cli import engine_builds
 
     engine_builds.activate(context.invoked_subcommand)
     if context.invoked_subcommand is None:

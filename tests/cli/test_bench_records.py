@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from localllm.cli.bench.measure import second_fastest
 from localllm.cli.commands import bench
-from localllm.cli.compose import measurements
+from localllm.load import measurements
 from localllm_catalog import catalog
 
 MODELS = {m.id: m for m in catalog.load().models}

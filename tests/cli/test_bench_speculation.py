@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from localllm.cli.bench import measure
 from localllm.cli.bench import speculation as bench_speculation
 from localllm.cli.commands import bench
-from localllm.cli.compose import measurements
-from localllm.cli.compose.load_plan import load_plan_named
 from localllm.device.probes import matrix_rate
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.errors import UsageError
+from localllm.load import measurements
+from localllm.load.load_plan import load_plan_named
 from localllm.settings import Settings
 from localllm_backends.contract import LoadSpec
 

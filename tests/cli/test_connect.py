@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.clients.agents import AGENTS
 from localllm.cli.commands import connect as command
-from localllm.cli.compose.api_keys import kept_key, key_path
 from localllm.cli.editors.recipes import RECIPES, ClientTarget, ConfigFile, Probe
+from localllm.cli.serve.api_keys import kept_key, key_path
 from localllm.engine.messages import Failure, Request
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 from localllm.server.models.router import ServedModel

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.cli.compose.served_models import planned
 from localllm.cli.serve import decode_speed
 from localllm.cli.serve.decode_speed import (
     DecodeSpeedWatch,
@@ -24,6 +23,7 @@ from localllm.cli.serve.decode_speed import (
     notice,
     steps_of,
 )
+from localllm.cli.serve.served_models import planned
 from localllm.device.probes.conditions import Conditions, changed, moment
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.server.dialects.openai.model_list import entry as model_entry
@@ -99,7 +99,7 @@ def test_the_history_is_kept_and_a_damaged_file_is_none(tmp_path: Path) -> None:
 
 async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
     """One start of `model` that writes `tokens`; whether it could be judged."""
-    from localllm.cli.compose.load_plan import load_plan_named
+    from localllm.load.load_plan import load_plan_named
     from localllm.settings import Settings
 
     load = load_plan_named(str(model), Settings({"context": 1024}))

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from localllm.cli.chat import engines
-from localllm.cli.compose.api_keys import kept_key
 from localllm.cli.serve import running
+from localllm.cli.serve.api_keys import kept_key
 from localllm.errors import ModelNotFoundError, ServerUnreachableError, UsageError
 from localllm.server.http.settings import ServerSettings
 from tui.scripted_sse import ScriptedServer

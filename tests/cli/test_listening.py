@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from localllm import paths
 from localllm.cli.all_commands import app
-from localllm.cli.compose.api_keys import kept_key
+from localllm.cli.serve.api_keys import kept_key
 from localllm.cli.serve.listening import from_elsewhere, listening, server_settings
 from localllm.errors import LocalLLMError, PortInUseError, UsageError
 from localllm.server.http import sockets

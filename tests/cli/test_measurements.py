@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from localllm.cli.commands import bench, recommend
-from localllm.cli.compose import measurements
 from localllm.errors import UsageError
+from localllm.load import measurements
 
 app = typer.Typer()
 app.command(name="bench")(bench.bench)

@@ -14,12 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.cli.compose import sharing
-from localllm.cli.compose.model_router import router_for
-from localllm.cli.compose.plan_inputs import PlanInputs
-from localllm.cli.compose.sharing import load_plans_together
+from localllm.cli.serve.model_router import router_for
 from localllm.engine.messages import Finish, Sampling
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
+from localllm.load import sharing
+from localllm.load.plan_inputs import PlanInputs
+from localllm.load.sharing import load_plans_together
 from localllm.planner.types import Plan
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.worker import ModelAdmission
@@ -188,8 +188,8 @@ def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
     """What `serve` needs until it starts the worker imports neither web framework, web server nor template engine: they
     are read while the model loads."""
     needed = (
-        "cli.commands.serve, cli.serve.listening, cli.compose.model_router, cli.serve.run, cli.compose.load_plan, "
-        "cli.compose.plan_inputs, server.models.unloading, server.models.router, "
+        "cli.commands.serve, cli.serve.listening, cli.serve.model_router, cli.serve.run, load.load_plan, "
+        "load.plan_inputs, server.models.unloading, server.models.router, "
         "server.http.sockets, server.http.settings, engine.worker.supervisor"
     )
     names = ", ".join(f"localllm.{n.strip()}" for n in needed.split(","))

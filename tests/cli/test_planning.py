@@ -54,7 +54,7 @@ def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(monkeypatch: pyt
     """By the figure's own word, whatever its source is called."""
     from dataclasses import replace
 
-    from localllm.cli.compose import plan_inputs
+    from localllm.load import plan_inputs
 
     real = plan_inputs.machine_of
     asked: list[object] = []

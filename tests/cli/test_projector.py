@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.compose import load_plan
-from localllm.cli.compose.load_plan import load_plan_named
 from localllm.errors import DoesNotFitError, UnsupportedError
 from localllm.library.catalog import read_header
+from localllm.load import load_plan
+from localllm.load.load_plan import load_plan_named
 from localllm.planner.projector import projector_bytes
 from localllm.settings import Settings
 from localllm_backends.contract import LoadSpec, Placement

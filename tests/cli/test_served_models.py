@@ -14,14 +14,14 @@ import httpx
 import pytest
 
 from localllm import paths
-from localllm.cli.compose.load_plan import load_plan_named
-from localllm.cli.compose.model_router import router_of
-from localllm.cli.compose.presets import KEYS, load_presets
-from localllm.cli.compose.served_models import planned
+from localllm.cli.serve.model_router import router_of
+from localllm.cli.serve.presets import KEYS, load_presets
+from localllm.cli.serve.served_models import planned
 from localllm.engine.messages import Generation, Sampling
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import DoesNotFitError, ModelNotFoundError, UsageError
 from localllm.library import store
+from localllm.load.load_plan import load_plan_named
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.worker import ModelWorker

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localllm.cli.compose.load_plan import LoadPlan
-from localllm.cli.compose.sharing import on_cards_of_their_own
 from localllm.device.named import resolve
 from localllm.engine.worker.client import WorkerOptions
 from localllm.library.types import LocalModel
+from localllm.load.load_plan import LoadPlan
+from localllm.load.sharing import on_cards_of_their_own
 from localllm.planner.plan import plan_for, typical
 from localllm.planner.types import Workload
 from localllm_backends.contract import LoadSpec

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.compose.load_plan import load_plan_named
 from localllm.device.detect import detect
 from localllm.device.probes import matrix_rate
 from localllm.device.probes.matrix_rate import RateMeasurement
+from localllm.load.load_plan import load_plan_named
 from localllm.settings import Settings
 from models import sparse_gguf, tiny_gguf
 

@@ -10,7 +10,7 @@ import pytest
 
 from library.hub import Hub, sha256
 from library.test_pull import REPO, files
-from localllm.cli.compose.installed_models import LibraryStore
+from localllm.cli.serve.installed_models import LibraryStore
 from localllm.library import store
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine

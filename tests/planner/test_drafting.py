@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.compose.load_plan import load_plan_named
 from localllm.device.named import resolve
 from localllm.engine.worker import backends
+from localllm.load.load_plan import load_plan_named
 from localllm.planner import drafting
 from localllm.planner.plan import Overrides, plan_for, typical
 from localllm.planner.recommend import recommend

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from localllm.cli.commands import recommend
 from localllm.cli.commands.device import lines as device_lines
-from localllm.cli.compose import measurements
 from localllm.device.named import resolve
 from localllm.errors import ModelNotFoundError, UsageError
+from localllm.load import measurements
 
 app = typer.Typer()
 app.command()(recommend.recommend)
@@ -265,7 +265,7 @@ def test_a_damaged_file_of_measurements_is_no_measurement(tmp_path: Path) -> Non
 
 def test_loading_the_command_loads_no_heavy_library() -> None:
     code = (
-        "import sys, localllm.cli.commands.recommend, localllm.cli.compose.measurements, localllm.cli.recommend.view;"
+        "import sys, localllm.cli.commands.recommend, localllm.load.measurements, localllm.cli.recommend.view;"
         "heavy = {'numpy', 'llama_cpp', 'fastapi', 'textual', 'httpx', 'huggingface_hub', 'mlx'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -15,12 +15,12 @@ import openai
 import pytest
 
 from localllm.cli.chat.own_server import background_server
-from localllm.cli.compose.load_plan import load_plan_named, pooled_use
-from localllm.cli.compose.model_router import router_for
-from localllm.cli.compose.sharing import load_plans_together
+from localllm.cli.serve.model_router import router_for
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
+from localllm.load.load_plan import load_plan_named, pooled_use
+from localllm.load.sharing import load_plans_together
 from localllm.server.models.router import ServedModel
 from localllm.settings import Settings
 from models.tiny_bert import CTX, E, write_bert

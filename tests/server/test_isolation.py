@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from engine.drive import run
-from localllm.cli.compose.api_keys import load_keys
+from localllm.cli.serve.api_keys import load_keys
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.tokens import salted
 from localllm.engine.worker.client import WorkerOptions

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.compose.api_keys import load_keys
-from localllm.cli.compose.upstreams import load_upstreams
+from localllm.cli.serve.api_keys import load_keys
+from localllm.cli.serve.upstreams import load_upstreams
 from localllm.errors import UsageError
 from localllm.server.http.accounts import Account, KeyLimits, NamedKey, RateLimitError, TokenBucket, digest_of
 from localllm.server.http.settings import ServerSettings

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.compose import sharing
-from localllm.cli.compose.load_plan import load_plan_named
-from localllm.cli.compose.model_router import router_for
-from localllm.cli.compose.sharing import load_plans_together
+from localllm.cli.serve.model_router import router_for
 from localllm.errors import BusyError, DoesNotFitError
+from localllm.load import sharing
+from localllm.load.load_plan import load_plan_named
+from localllm.load.sharing import load_plans_together
 from localllm.memory.account import headroom_bytes
 from localllm.memory.guard import memory_is_short
 from localllm.memory.system import SystemMemory

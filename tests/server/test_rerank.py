@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.compose.model_router import router_for
-from localllm.cli.compose.sharing import load_plans_together
+from localllm.cli.serve.model_router import router_for
+from localllm.load.sharing import load_plans_together
 from localllm.settings import Settings
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models.tiny_bert import CTX, write_bert

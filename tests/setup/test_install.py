@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from localllm import paths
-from localllm.cli.compose import engine_builds
+from localllm.cli import engine_builds
 from localllm.errors import UsageError
 from localllm.setup import builds, chain, install, steps, trial
 from localllm.setup.builds import BuildNotFoundError, SetupError

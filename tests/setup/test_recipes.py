@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from device import recordings
+from localllm.cli import engine_builds
 from localllm.cli.commands import setup as command
-from localllm.cli.compose import engine_builds
 from localllm.device import ggml, in_use
 from localllm.device.machines import identify
 from localllm.device.named import resolve

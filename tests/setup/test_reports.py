@@ -14,13 +14,13 @@ import pytest
 
 from device import recordings
 from localllm.cli.commands import setup as command
-from localllm.cli.compose.load_spec import load_spec
 from localllm.device import ggml, in_use
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.types import Device, Memory, Readings
 from localllm.engine.cache import eviction
 from localllm.engine.cache.store import KvStore
+from localllm.load.load_spec import load_spec
 from localllm.planner.plan import plan_for, typical
 from localllm.planner.types import Plan, Workload
 from localllm.setup import builds, trial

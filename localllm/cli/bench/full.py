@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from localllm.cli.compose.load_plan import LoadPlan
     from localllm.engine.worker.client import WorkerClient, WorkerOptions
+    from localllm.load.load_plan import LoadPlan
 
 DEPTHS = (16, 128, 512, 2048, 8192, 32768, 131072)
 STREAMS = (1, 2, 4, 8)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from localllm.cli.compose.load_plan import LoadPlan
     from localllm.engine.worker.client import WorkerClient
+    from localllm.load.load_plan import LoadPlan
 
 ROUNDS = 3
 # Other programs only ever slow a round down: while the fastest is alone, further rounds are run, within this much.
@@ -152,9 +152,9 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     """Predicted figures and likely causes of a shortfall; the run becomes a record the planner reads."""
     import datetime
 
-    from localllm.cli.compose import measurements
     from localllm.device.detect import detect
     from localllm.library.catalog import load_catalog
+    from localllm.load import measurements
     from localllm.planner.speed import Measured
     from localllm.planner.verify import compare
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localllm.cli.compose.config_tables import check_keys, named_tables
+from localllm.cli.serve.config_tables import check_keys, named_tables
 from localllm.errors import UsageError
 from localllm.settings import config_path, read_config
 

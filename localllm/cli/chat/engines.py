@@ -186,7 +186,7 @@ def here(model: str | None, api_key: str | None, installed: Callable[[], str | N
 
 
 def _key_of(server: Running, api_key: str | None) -> str | None:
-    from localllm.cli.compose.api_keys import existing_key
+    from localllm.cli.serve.api_keys import existing_key
     from localllm.settings import Settings
 
     if server.key == "none":
@@ -198,7 +198,7 @@ def _kept_for(base_url: str) -> str | None:
     """The key that this machine's own servers made up and keep: shown to no other."""
     from urllib.parse import urlsplit
 
-    from localllm.cli.compose.api_keys import existing_key
+    from localllm.cli.serve.api_keys import existing_key
     from localllm.cli.serve.running import running
     from localllm.server.http.settings import is_loopback
 

@@ -39,7 +39,7 @@ class LocalModelService:
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
     def plan(self, request: PlanRequest) -> PlanList:
-        from localllm.cli.compose.plan_inputs import installed_names
+        from localllm.load.plan_inputs import installed_names
         from localllm.planner import needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
@@ -72,8 +72,8 @@ class LocalModelService:
         self._device(request)
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
-        from localllm.cli.compose.plan_inputs import of_quant
         from localllm.library.describe import describe
+        from localllm.load.plan_inputs import of_quant
         from localllm.planner import recommend as planner
         from localllm.planner.explain import explain
 
@@ -89,8 +89,8 @@ class LocalModelService:
         return [_on_disk(local) for local in store.scan()]
 
     def fit(self, model: InstalledModel) -> str:
-        from localllm.cli.compose.load_plan import make_load_plan
         from localllm.errors import LocalLLMError
+        from localllm.load.load_plan import make_load_plan
         from localllm.settings import Settings
 
         try:
@@ -111,8 +111,8 @@ class LocalModelService:
         return store.rm(self._local(model))
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
-        from localllm.cli.compose.plan_inputs import variant_choice
         from localllm.library.pull import pull
+        from localllm.load.plan_inputs import variant_choice
 
         def hear(p: DownloadProgress) -> None:
             told(PullProgress(_DOING[p.state], p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s))
@@ -130,7 +130,7 @@ class LocalModelService:
         return self._catalog
 
     def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
-        from localllm.cli.compose.plan_inputs import machine_of
+        from localllm.load.plan_inputs import machine_of
 
         key = (request.machine.strip(), request.memory_gb)
         if key in self._devices:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import asyncio
     import socket
 
-    from localllm.cli.compose.load_plan import LoadPlan
+    from localllm.load.load_plan import LoadPlan
     from localllm.server.models.router import ModelRouter
     from localllm.server.models.served import ServedModel
     from localllm_tui.control.interfaces import EngineProgress
@@ -39,8 +39,8 @@ class OwnEngine:
     def __init__(
         self, model: str | None, context: int | None = None, placed: Mapping[str, str | None] | None = None
     ) -> None:
-        from localllm.cli.compose.presets import load_presets
-        from localllm.cli.compose.served_models import ServedModels
+        from localllm.cli.serve.presets import load_presets
+        from localllm.cli.serve.served_models import ServedModels
         from localllm.library.resolve import resolve
         from localllm.server.http.sockets import bind
         from localllm.settings import Settings
@@ -152,9 +152,7 @@ class OwnEngine:
             await router.close()
 
     def _plan(self) -> LoadPlan:
-        from dataclasses import replace
-
-        from localllm.cli.compose.load_plan import make_load_plan
+        from localllm.load.load_plan import make_load_plan
 
         load = make_load_plan(self._local, self._served.settings_for(self._local, self._preset), "chat")
         if load.embedding is not None:
@@ -162,12 +160,12 @@ class OwnEngine:
                 f"{load.name} makes {'scores' if load.ranks else 'embeddings'}, not text",
                 hint="name a chat model: `localllm models list`",
             )
-        return replace(load, preset=self._preset)
+        return load
 
     def _router(self, loads: list[LoadPlan]) -> ModelRouter:
-        from localllm.cli.compose.model_router import router_for
+        from localllm.cli.serve.model_router import router_for
 
-        return router_for(loads, served=self._served, only=False)
+        return router_for(loads, served=self._served, presets=[self._preset] * len(loads), only=False)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
 from localllm.cli.commands.shared import Json, Power, print_json
 
 if TYPE_CHECKING:
-    from localllm.cli.compose.load_plan import LoadPlan
+    from localllm.load.load_plan import LoadPlan
 
 
 def bench(
@@ -76,7 +76,7 @@ def bench(
         servers_compared.show(servers_compared.compare(servers, scenarios, rounds), as_json=as_json)
         return
     from localllm.cli.bench.measure import compare_and_keep, measure
-    from localllm.cli.compose.load_plan import load_plan_named
+    from localllm.load.load_plan import load_plan_named
     from localllm.settings import Settings
 
     load = load_plan_named(model, Settings({"context": context, "power": power}))
@@ -110,7 +110,7 @@ def _full(load: LoadPlan) -> dict[str, Any]:
 def _share(export: Path | None, take_in: Path | None) -> None:
     import sys
 
-    from localllm.cli.compose import measurements
+    from localllm.load import measurements
 
     if take_in is not None:
         found = measurements.take_in(take_in)

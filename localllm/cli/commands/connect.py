@@ -69,7 +69,7 @@ def _own_key(base: str) -> str | None:
     key: it is shown to no other."""
     import httpx
 
-    from localllm.cli.compose.api_keys import existing_key
+    from localllm.cli.serve.api_keys import existing_key
     from localllm.server.http.settings import is_loopback
 
     if not is_loopback(httpx.URL(base).host):

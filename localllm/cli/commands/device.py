@@ -87,7 +87,7 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
 
 def _more_with_the_gpu(found: Device) -> list[str]:
     """What a build that uses the GPU would give, by the prediction for a model that everybody knows."""
-    from localllm.cli.compose import engine_builds
+    from localllm.cli import engine_builds
     from localllm.device.detect import detect
 
     used = detect()

@@ -65,7 +65,7 @@ def info(
         if known is None:
             raise
     else:
-        from localllm.cli.compose.plan_inputs import described
+        from localllm.load.plan_inputs import described
 
         known = described(local, catalog) or catalog.recognise(local.name, local.repo)
     if as_json:

@@ -38,10 +38,10 @@ def pull(
 
     from localllm.cli.commands.models_view import as_row
     from localllm.cli.commands.shared import print_json
-    from localllm.cli.compose.plan_inputs import variant_choice
     from localllm.formatting import byte_size
     from localllm.library.pull import pull as fetch
     from localllm.library.pull import pull_drafter
+    from localllm.load.plan_inputs import variant_choice
     from localllm.settings import Settings
 
     no_network = bool(Settings({"offline": offline}).value("offline"))

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split
-from localllm.cli.compose.plan_inputs import device_named, installed_names, of_quant, overrides_for
+from localllm.load.plan_inputs import (
+    check_offload,
+    device_named,
+    installed_names,
+    of_quant,
+    offload_options,
+    overrides_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from localllm.device.types import Device
+    from localllm.planner.plan import Overrides
+    from localllm.planner.recommend import Recommendation
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.catalog import Catalog
-    from localllm_catalog.types import Purpose
+    from localllm_catalog.types import Model, Purpose
 
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 
@@ -95,14 +104,11 @@ def recommend(
     On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait, which pulls and starts
     models too; --plain, a pipe, --json and the options that ask for one answer print a list.
     """
-    from localllm.cli.compose import engine_builds, projector
-    from localllm.cli.compose.plan_inputs import check_offload, offload_options
     from localllm.cli.recommend import answers, view
     from localllm.device.named import with_memory
     from localllm.errors import UsageError
-    from localllm.library.catalog import age_days, load_catalog, user_folder
+    from localllm.library.catalog import load_catalog
     from localllm.library.describe import describe
-    from localllm.planner import recommend as planner
     from localllm.settings import Settings
 
     purpose = "coding" if purpose == "code" else purpose
@@ -146,43 +152,84 @@ def recommend(
     if check:
         view.out(view.check(machine, catalog, as_json=as_json))
         return
+    question = _Question(machine, workload, overrides, catalog, as_json=as_json, explain=explain)
     if model is not None:
-        one, quant = describe(model, catalog, offline=no_network)
-        one = next(iter(projector.image_readers([one])), one) if sees else one
-        plans = of_quant(planner.variants_of(machine, one, workload, overrides=overrides), quant)
-        best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
-        if best is not None:
-            plain, best = best, planner.detailed_plan(machine, best, catalog.models, workload, overrides)
-            plans = [best if p is plain else p for p in plans]
-        installed = _installed(plans, machine, catalog)
-        answers.show_model(one, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
-        return
-    models = projector.image_readers(catalog.models) if sees else catalog.models
-    answer = planner.recommend(machine, models, workload, overrides=overrides, limit=0 if everything else 8)
-    if plot:
-        answers.plot_roofline(machine, list(answer.plans), file)
-        return
-    if what_if:
+        _answer_for_model(question, *describe(model, catalog, offline=no_network))
+    elif plot:
+        answers.plot_roofline(machine, list(question.answer(everything).plans), file)
+    elif what_if:
         others = [device_named(name, None, None) for name in what_if]
         known = [overrides, *(replace(overrides_for(d, catalog), sees=sees) for d in others)]
-        answers.side_by_side([machine, *others], known, models, workload, limit=0 if everything else 8, as_json=as_json)
-        return
-    if as_json:
+        limit = 0 if everything else _PICKS
+        answers.side_by_side([machine, *others], known, question.models, workload, limit=limit, as_json=as_json)
+    else:
+        _answer_for_machine(question, everything=everything)
+
+
+_PICKS = 8
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of the planner, and how its answer is shown."""
+
+    machine: Device
+    workload: Workload
+    overrides: Overrides
+    catalog: Catalog
+    as_json: bool
+    explain: bool
+
+    @property
+    def models(self) -> Sequence[Model]:
+        """Those that can be picked: where images are to be read, those that read them."""
+        from localllm.planner import projector
+
+        return projector.image_readers(self.catalog.models) if self.overrides.sees else self.catalog.models
+
+    def answer(self, everything: bool) -> Recommendation:
+        from localllm.planner import recommend as planner
+
+        limit = 0 if everything else _PICKS
+        return planner.recommend(self.machine, self.models, self.workload, overrides=self.overrides, limit=limit)
+
+
+def _answer_for_model(question: _Question, model: Model, quant: str) -> None:
+    """Every variant of one model, whether it fits or not."""
+    from localllm.cli.recommend import answers
+    from localllm.planner import projector
+    from localllm.planner import recommend as planner
+
+    machine, workload, overrides, catalog = question.machine, question.workload, question.overrides, question.catalog
+    if overrides.sees:
+        model = next(iter(projector.image_readers([model])), model)
+    plans = of_quant(planner.variants_of(machine, model, workload, overrides=overrides), quant)
+    best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
+    if best is not None:
+        plain, best = best, planner.detailed_plan(machine, best, catalog.models, workload, overrides)
+        plans = [best if p is plain else p for p in plans]
+    installed = _installed(plans, machine, catalog)
+    explain, as_json = question.explain, question.as_json
+    answers.show_model(model, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
+
+
+def _answer_for_machine(question: _Question, *, everything: bool) -> None:
+    """The plans worth running."""
+    from localllm.cli import engine_builds
+    from localllm.cli.recommend import view
+    from localllm.library.catalog import age_days, user_folder
+
+    machine, answer = question.machine, question.answer(everything)
+    if question.as_json:
         view.out([view.json_text(answer, machine)])
         return
-    if explain and answer.plans:
+    if question.explain and answer.plans:
         from localllm.planner.explain import explain as lines
 
         view.out([*lines(answer.plans[0], machine, columns=view.width()), ""])
-    view.out(
-        view.table(
-            answer,
-            machine,
-            everything=everything,
-            installed=_installed(answer.plans, machine, catalog),
-            listings_days=age_days(user_folder()),
-        )
-    )
+    installed = _installed(answer.plans, machine, question.catalog)
+    listings_days = age_days(user_folder())
+    view.out(view.table(answer, machine, everything=everything, installed=installed, listings_days=listings_days))
     view.out(engine_builds.note(machine, answer.plans))
 
 

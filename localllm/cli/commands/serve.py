@@ -92,9 +92,9 @@ def serve(
     """
     import asyncio
 
-    from localllm.cli.compose.installed_models import LibraryStore
-    from localllm.cli.compose.model_router import router_of
+    from localllm.cli.serve.installed_models import LibraryStore
     from localllm.cli.serve.listening import listening, port_of, server_settings
+    from localllm.cli.serve.model_router import router_of
     from localllm.cli.serve.pool import check_pool, serve_pool
     from localllm.cli.serve.run import serve_until_stopped
     from localllm.cli.serve.running import published

@@ -33,7 +33,7 @@ def install(
 
     Settings come from config.toml (`localllm config`), as for `localllm serve`.
     """
-    from localllm.cli.compose.model_router import router_of
+    from localllm.cli.serve.model_router import router_of
     from localllm.cli.service_unit import (
         listen_addresses,
         memory_bytes,

@@ -105,7 +105,7 @@ def _check_release(engine: str, backend: str) -> None:
 
 def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
     """What to make for `machine`, with the planner's word on whichever backend it would run faster with."""
-    from localllm.cli.compose import engine_builds
+    from localllm.cli import engine_builds
     from localllm.device.accelerators import KINDS
     from localllm.setup.recipes import recipes_for
 

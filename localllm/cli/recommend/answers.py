@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.cli.compose.plan_inputs import device_named, overrides_for
 from localllm.cli.recommend import view
+from localllm.load.plan_inputs import device_named, overrides_for
 
 if TYPE_CHECKING:
     from localllm.device.types import Device

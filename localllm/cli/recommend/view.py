@@ -162,7 +162,7 @@ def _one_line(text: str, first: str, further: str) -> list[str]:
 
 def _blocks(plans: Sequence[Plan], installed: Installed, *, short: bool = False) -> list[str]:
     """The head, and each plan's row with its reason under it, in a `short` list on one line."""
-    from localllm.cli.compose.projector import image_facts
+    from localllm.load.projector import image_facts
 
     head, rows = _rows(plans, installed)
     lines = ["", head] if plans else []
@@ -402,7 +402,7 @@ def _short_of(value: float, asked: float) -> str:
 
 def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
     """Predicted beside measured for every run this machine remembers, and what may be wrong where reality is slower."""
-    from localllm.cli.compose import measurements
+    from localllm.load import measurements
     from localllm.planner import verify
 
     records = [r for r in measurements.load() if r.machine == device.name]

@@ -214,7 +214,7 @@ def _key(worker: ModelWorker) -> str:
 
 def _build(worker: ModelWorker) -> dict[str, str]:
     """What of ours and the engine's may have changed between two starts."""
-    from localllm.cli.compose.measurements import versions
+    from localllm.load.measurements import versions
 
     info = worker.info
     assert info is not None

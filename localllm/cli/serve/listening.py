@@ -22,7 +22,7 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
     from dataclasses import replace
     from pathlib import Path
 
-    from localllm.cli.compose.api_keys import kept_key, load_keys
+    from localllm.cli.serve.api_keys import kept_key, load_keys
     from localllm.library.hub import is_offline
     from localllm.server.http.settings import CONNECTION_LIMITS, ServerSettings, TlsFiles, image_host
 

@@ -28,7 +28,7 @@ def nodes(settings: Settings) -> list[PoolNode]:
     """The servers of the pool, each under its host and port. Raises UsageError."""
     from urllib.parse import urlsplit
 
-    from localllm.cli.compose.upstreams import checked_url
+    from localllm.cli.serve.upstreams import checked_url
     from localllm.server.proxy.pool import PoolNode
 
     found: dict[str, PoolNode] = {}

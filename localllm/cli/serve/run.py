@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from localllm.cli.compose.installed_models import LibraryStore
+    from localllm.cli.serve.installed_models import LibraryStore
     from localllm.server.http.asgi import App, Message, Receive, Scope, Send
     from localllm.server.http.settings import ServerSettings
     from localllm.server.models.router import ModelRouter, ServedModel
@@ -38,7 +38,7 @@ async def serve_until_stopped(
     import asyncio
     import sys
 
-    from localllm.cli.compose.api_keys import key_path
+    from localllm.cli.serve.api_keys import key_path
     from localllm.cli.serve.decode_speed import DecodeSpeedWatch
     from localllm.cli.serve.listening import from_elsewhere
     from localllm.memory.guard import memory_is_short

@@ -13,7 +13,6 @@ import pytest
 
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.main import run as localllm
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Sampling
@@ -21,6 +20,7 @@ from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.speculation.mtp import MtpDrafter
 from localllm.engine.worker.client import WorkerClient
 from localllm.errors import UnsupportedError
+from localllm.load.load_plan import load_plan_named
 from localllm.planner import memory
 from localllm.planner.types import RunSettings
 from localllm.settings import Settings

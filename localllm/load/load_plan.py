@@ -10,17 +10,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from localllm.cli.compose.drafter import ChosenDrafter, chosen_drafter
-from localllm.cli.compose.load_spec import spec_of
-from localllm.cli.compose.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
-from localllm.cli.compose.projector import ImageProjector, left_out, projector_beside
 from localllm.errors import DoesNotFitError
+from localllm.load.drafter import ChosenDrafter, chosen_drafter
+from localllm.load.load_spec import spec_of
+from localllm.load.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
+from localllm.load.projector import ImageProjector, left_out, projector_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from localllm.cli.compose.presets import Preset
     from localllm.engine.worker.client import WorkerOptions
     from localllm.engine.worker.embedding import EmbeddingOptions
     from localllm.library.resolve import LocalModel
@@ -40,16 +39,14 @@ _POOLINGS: dict[int, Literal["embeds", "ranks"]] = {1: "embeds", 2: "embeds", 3:
 @dataclass(frozen=True)
 class LoadPlan:
     """A model ready to be loaded: `name` for clients, the worker's options, and the Plan they came from (None: its header
-    says too little to plan by). `embedding`: the options of one that makes vectors, or scores where it `ranks`. `preset`:
-    the one of config.toml that it was named by. `smaller`: the same model with less memory, for a load that ran out of it (None:
-    there is nothing to give up)."""
+    says too little to plan by). `embedding`: the options of one that makes vectors, or scores where it `ranks`. `smaller`: the
+    same model with less memory, for a load that ran out of it (None: there is nothing to give up)."""
 
     name: str
     local: LocalModel
     options: WorkerOptions
     plan: Plan | None
     embedding: EmbeddingOptions | None = None
-    preset: Preset | None = None
     ranks: bool = False
     projector: ImageProjector = field(default_factory=ImageProjector)
     smaller: Callable[[], LoadPlan | None] = lambda: None

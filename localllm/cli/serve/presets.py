@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
-from localllm.cli.compose.config_tables import check_keys, named_tables, text_of
+from localllm.cli.serve.config_tables import check_keys, named_tables, text_of
 from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES, FieldRange, Sampling
 from localllm.errors import UsageError
 from localllm.settings import Setting, Value, checked, setting

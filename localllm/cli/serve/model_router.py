@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from localllm.errors import ModelNotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from localllm.cli.compose.load_plan import LoadPlan
-    from localllm.cli.compose.served_models import ServedModels
+    from localllm.cli.serve.presets import Preset
+    from localllm.cli.serve.served_models import ServedModels
     from localllm.library.types import LocalModel
+    from localllm.load.load_plan import LoadPlan
     from localllm.server.models.router import ModelRouter
     from localllm.server.models.served import ServedModel
     from localllm.settings import Settings
@@ -22,48 +23,54 @@ log = logging.getLogger("localllm.server")
 def router_of(named: Sequence[str], aliases: Sequence[str], settings: Settings) -> ModelRouter:
     """What the command line and config.toml say is served; without a name the best model at hand. Raises as
     `load_plan_named` does, and UsageError."""
-    from localllm.cli.compose.presets import load_presets
-    from localllm.cli.compose.served_models import ServedModels
-    from localllm.cli.compose.upstreams import load_upstreams
+    from localllm.cli.serve.presets import load_presets
+    from localllm.cli.serve.served_models import ServedModels
+    from localllm.cli.serve.upstreams import load_upstreams
 
     served = ServedModels(settings, load_presets())
+    loads: Sequence[LoadPlan] = ()
+    presets: Sequence[Preset | None] = ()
     upstreams = load_upstreams(settings.value("allow_upstream"))
-    if upstreams is not None and not named and settings["model"].automatic and settings.value("only"):
-        # --only without a model: those of other servers alone.
-        loads = []
-    else:
+    # --only without a model: those of other servers alone.
+    if upstreams is None or named or not settings["model"].automatic or not settings.value("only"):
         try:
-            loads = served.load_plans(named or [None])
+            loads, presets = served.load_plans(named or [None])
         except ModelNotFoundError:
             if named or upstreams is None:
                 raise
-            loads = []
-    router = router_for(loads, aliases, served=served, only=settings.value("only"))
+    router = router_for(loads, aliases, served=served, presets=presets, only=settings.value("only"))
     router.upstreams = upstreams
     return router
 
 
 def router_for(
-    loads: Sequence[LoadPlan], aliases: Sequence[str] = (), *, served: ServedModels | None = None, only: bool = True
+    loads: Sequence[LoadPlan],
+    aliases: Sequence[str] = (),
+    *,
+    served: ServedModels | None = None,
+    presets: Sequence[Preset | None] = (),
+    only: bool = True,
 ) -> ModelRouter:
     """The models of `loads`, the presets of config.toml and, unless `only`, what else is installed, with the memory of this
-    machine as their limit. `aliases`: further names, as `--alias` takes them. Raises UsageError."""
-    from localllm.cli.compose.installed_models import DiskModels
-    from localllm.cli.compose.served_models import ServedModels
-    from localllm.cli.compose.sharing import memory_for_models
+    machine as their limit. `presets`: those that the loads were named by, if any was. `aliases`: further names, as `--alias`
+    takes them. Raises UsageError."""
+    from localllm.cli.serve.installed_models import DiskModels
+    from localllm.cli.serve.served_models import ServedModels
+    from localllm.load.sharing import memory_for_models
     from localllm.server.models.router import ModelRouter
     from localllm.server.models.worker import ModelAdmission
     from localllm.settings import Settings
 
     served = served or ServedModels(Settings())
-    named = [(load.local, served.model(load.local, load.preset, load)) for load in loads]
+    presets = presets or [None] * len(loads)
+    named = [(x.local, served.model(x.local, preset, x)) for x, preset in zip(loads, presets, strict=True)]
     names = [model.name for _, model in named]
     if len(set(names)) < len(names):
         raise UsageError("the same model is named twice", hint=f"named: {', '.join(names)}")
     named += _further_presets(served, named, only=only)
     if not only or len(named) > 1:
         served.admission = ModelAdmission(*memory_for_models())
-    themselves = [(x.local, model) for x, (_, model) in zip(loads, named, strict=False) if x.preset is None]
+    themselves = [pair for preset, pair in zip(presets, named, strict=False) if preset is None]
     installed = DiskModels(served, themselves, only=only)
     models = [model for _, model in named]
     for alias, model in _with_aliases(aliases, models, installed.find).items():
@@ -78,7 +85,7 @@ def _further_presets(
 ) -> Iterable[tuple[LocalModel, ServedModel]]:
     """The presets of config.toml that were not named; with `only` those of named models. One whose model is not on
     this disk is left out, and the log says so."""
-    from localllm.cli.compose.served_models import on_disk, real_path
+    from localllm.cli.serve.served_models import on_disk, real_path
 
     taken = {model.name.lower() for _, model in named}
     paths = {real_path(local.path) for local, _ in named}

@@ -14,11 +14,11 @@ from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from localllm.cli.compose.load_plan import LoadPlan
-    from localllm.cli.compose.presets import Preset
+    from localllm.cli.serve.presets import Preset
     from localllm.engine.messages import Sampling
     from localllm.engine.worker.client import WorkerOptions
     from localllm.library.types import LocalModel
+    from localllm.load.load_plan import LoadPlan
     from localllm.planner.types import Plan
     from localllm.server.models.served import ServedModel
     from localllm.server.models.worker import ModelAdmission, ModelMetadata, ModelWorker, PlannedModel
@@ -41,12 +41,11 @@ class ServedModels:
                 self._of_itself[real_path(local.path)] = preset
         self._workers: dict[tuple[Path, tuple[tuple[str, Value], ...]], ModelWorker] = {}
 
-    def load_plans(self, references: Sequence[str | None]) -> list[LoadPlan]:
-        """The models and presets named on the command line, planned together. Raises as `load_plan_named` does."""
-        from dataclasses import replace
-
-        from localllm.cli.compose.sharing import load_plans_together
+    def load_plans(self, references: Sequence[str | None]) -> tuple[list[LoadPlan], list[Preset | None]]:
+        """The models named on the command line, planned together, and the presets that they were named by. Raises as
+        `load_plan_named` does."""
         from localllm.library.resolve import resolve
+        from localllm.load.sharing import load_plans_together
 
         presets = [self.preset(reference) for reference in references]
         texts = [p.model if p is not None else r for r, p in zip(references, presets, strict=True)]
@@ -54,8 +53,7 @@ class ServedModels:
             self.settings_for(resolve(text or self._settings.value("model")), preset)
             for text, preset in zip(texts, presets, strict=True)
         ]
-        loads = load_plans_together(texts, self._settings, own)
-        return [replace(load, preset=preset) for load, preset in zip(loads, presets, strict=True)]
+        return load_plans_together(texts, self._settings, own), presets
 
     def preset(self, name: str | None) -> Preset | None:
         """The preset of that name that makes a model of its own; None where there is none."""
@@ -122,7 +120,7 @@ class ServedModels:
 
     def _planner(self, local: LocalModel, settings: Settings) -> Callable[[int], PlannedModel]:
         def plan(spare_bytes: int) -> PlannedModel:
-            from localllm.cli.compose.load_plan import make_load_plan
+            from localllm.load.load_plan import make_load_plan
 
             return planned(make_load_plan(local, settings, "coding", of=2, spare_bytes=spare_bytes))
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import urlsplit
 
-from localllm.cli.compose.config_tables import check_keys, text_of, variable
+from localllm.cli.serve.config_tables import check_keys, text_of, variable
 from localllm.errors import UsageError
 from localllm.settings import config_path, read_config
 

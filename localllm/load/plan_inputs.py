@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from localllm.cli.compose.drafter import ChosenDrafter
     from localllm.device.types import Device
     from localllm.library.types import LocalModel
+    from localllm.load.drafter import ChosenDrafter
     from localllm.planner.placing import OffloadOptions
     from localllm.planner.plan import Overrides
     from localllm.planner.quality import KvPrecision
@@ -55,9 +55,9 @@ def plan_inputs(
 ) -> PlanInputs | None:
     """What to plan `local` with on this machine; None where its header can't be read as a model (the engine then says what
     is wrong with it). `drafter`: what drafts."""
-    from localllm.cli.compose import measurements
     from localllm.device.detect import detect, with_matrix_rates
     from localllm.library.catalog import load_catalog
+    from localllm.load import measurements
     from localllm.planner import kernels
     from localllm.planner.plan import Overrides
     from localllm.planner.types import Workload
@@ -186,7 +186,7 @@ def machine_of(name: str | None, memory_gb: float | None, catalog: Catalog) -> t
 
 def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     """What is known of speeds on `device`, and which engines this installation has."""
-    from localllm.cli.compose import measurements
+    from localllm.load import measurements
     from localllm.planner.plan import Overrides
     from localllm_backends import registry
 

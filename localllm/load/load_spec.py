@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from localllm.cli.compose.plan_inputs import offload_options
+from localllm.load.plan_inputs import offload_options
 
 if TYPE_CHECKING:
     from localllm.planner.types import Plan, RunSettings

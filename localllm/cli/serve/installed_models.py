@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localllm.cli.compose.served_models import real_path
+from localllm.cli.serve.served_models import real_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from localllm.cli.compose.served_models import ServedModels
+    from localllm.cli.serve.served_models import ServedModels
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
     from localllm.server.models.served import ServedModel, StoreProgress
@@ -136,8 +136,8 @@ class LibraryStore:
     offline: bool = False
 
     def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
-        from localllm.cli.compose.plan_inputs import variant_choice
         from localllm.library.pull import pull
+        from localllm.load.plan_inputs import variant_choice
         from localllm.server.models.served import StoreProgress
 
         def hear(p: DownloadProgress) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm import paths
-from localllm.cli.compose.config_tables import check_keys, named_tables, text_of, variable
+from localllm.cli.serve.config_tables import check_keys, named_tables, text_of, variable
 from localllm.errors import LocalLLMError, UsageError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from localllm.cli.compose.load_plan import LoadPlan, make_load_plan, resolved
+from localllm.load.load_plan import LoadPlan, make_load_plan, resolved
 from localllm.memory.system import free_for_models
 from localllm.memory.verdict import Part, verdict
 
