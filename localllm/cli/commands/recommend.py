@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from localllm.device.types import Device
     from localllm.planner.plan import Overrides
-    from localllm.planner.recommend import Recommendation
-    from localllm.planner.types import Plan, Workload
+    from localllm.planner.types import Plan, Recommendation, Workload
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model, Purpose
 
@@ -183,7 +182,7 @@ class _Question:
     @property
     def models(self) -> Sequence[Model]:
         """Those that can be picked: where images are to be read, those that read them."""
-        from localllm.planner import projector
+        from localllm.load import projector
 
         return projector.image_readers(self.catalog.models) if self.overrides.sees else self.catalog.models
 
@@ -197,7 +196,7 @@ class _Question:
 def _answer_for_model(question: _Question, model: Model, quant: str) -> None:
     """Every variant of one model, whether it fits or not."""
     from localllm.cli.recommend import answers
-    from localllm.planner import projector
+    from localllm.load import projector
     from localllm.planner import recommend as planner
 
     machine, workload, overrides, catalog = question.machine, question.workload, question.overrides, question.catalog
