@@ -151,7 +151,7 @@ def recommend(
     if check:
         view.out(view.check(machine, catalog, as_json=as_json))
         return
-    question = _Question(machine, workload, overrides, catalog, as_json=as_json, explain=explain)
+    question = _PlanQuery(machine, workload, overrides, catalog, as_json=as_json, explain=explain)
     if model is not None:
         _answer_for_model(question, *describe(model, catalog, offline=no_network))
     elif plot:
@@ -169,7 +169,7 @@ _PICKS = 8
 
 
 @dataclass(frozen=True)
-class _Question:
+class _PlanQuery:
     """What is asked of the planner, and how its answer is shown."""
 
     machine: Device
@@ -193,7 +193,7 @@ class _Question:
         return planner.recommend(self.machine, self.models, self.workload, overrides=self.overrides, limit=limit)
 
 
-def _answer_for_model(question: _Question, model: Model, quant: str) -> None:
+def _answer_for_model(question: _PlanQuery, model: Model, quant: str) -> None:
     """Every variant of one model, whether it fits or not."""
     from localllm.cli.recommend import answers
     from localllm.load import projector
@@ -212,7 +212,7 @@ def _answer_for_model(question: _Question, model: Model, quant: str) -> None:
     answers.show_model(model, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
 
 
-def _answer_for_machine(question: _Question, *, everything: bool) -> None:
+def _answer_for_machine(question: _PlanQuery, *, everything: bool) -> None:
     """The plans worth running."""
     from localllm.cli import engine_builds
     from localllm.cli.recommend import view
