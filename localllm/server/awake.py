@@ -27,10 +27,13 @@ def holding_command(
     they suspend an idle machine (systemd-inhibit(1))."""
     if which(_UNTIL_LET_GO[0]) is None:
         return ()
-    if platform == "darwin" and (found := which("caffeinate")):
-        return (found, "-i", *_UNTIL_LET_GO)
-    if platform == "linux" and any(environment.get(name) for name in _DESKTOP) and (found := which("systemd-inhibit")):
-        return (found, "--what=idle", "--who=localllm", "--why=requests are being answered", *_UNTIL_LET_GO)
+    if platform == "darwin":
+        found = which("caffeinate")
+        return (found, "-i", *_UNTIL_LET_GO) if found else ()
+    if platform == "linux" and any(environment.get(name) for name in _DESKTOP):
+        found = which("systemd-inhibit")
+        what = ("--what=idle", "--who=localllm", "--why=requests are being answered")
+        return (found, *what, *_UNTIL_LET_GO) if found else ()
     return ()
 
 

@@ -18,7 +18,7 @@ from localllm.errors import LocalLLMError, WorkerDiedError
 from localllm.grammars.json_schema import enforceable
 from localllm.server.awake import Awake
 from localllm.server.generation.chat import ChatRequest, chat_job
-from localllm.server.generation.collector import ReasoningRecorder, ReplyCollector
+from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.compaction import TokenCounts
 from localllm.server.generation.generate import run
 from localllm.server.generation.image_fetching import ImageFetcher
@@ -29,7 +29,7 @@ from localllm.server.http.asgi import IGNORED, ignored_header, request_id
 from localllm.server.http.json_body import worked
 from localllm.server.http.kept_streams import KeptStreams
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
+from localllm.server.http.streaming import Outbox, StreamResponse, unless_left
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.served import ModelDefaults, ModelStore
 from localllm.server.models.unloading import KeepAlive
@@ -52,12 +52,12 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRequest:
-    """A request after its dialect has translated it: the `task`, and how the answer is written, `whole` or streamed by
-    a `writer`. `ignored` names fields without effect; `frame_error` and `keepalive` override the dialect's. `keep_s`:
+    """A request after its dialect has translated it: the `task`, and how the answer is written: its `body`, or
+    streamed by a `writer`. `ignored` names fields without effect; `frame_error` and `keepalive` override the dialect's. `keep_s`:
     how long the model stays loaded afterwards, where the client says so. `stream_id`: a kept stream is found by it too."""
 
     task: ChatRequest | JobFactory
-    whole: Callable[[ReplyCollector, GenerationJob], Any]
+    body: Callable[[ReplyCollector, GenerationJob], Any]
     writer: Callable[[Outbox, GenerationJob, PrefillProgress], ReplyWriter]
     ignored: tuple[str, ...] = ()
     frame_error: Callable[[LocalLLMError], bytes] | None = None
@@ -124,25 +124,16 @@ class Server:
         stream.begin(produce)
         return stream.answer(-1)
 
-    async def whole(self, request: Request, model: ServedModel, translated: TranslatedRequest) -> Response:
+    async def complete(self, request: Request, model: ServedModel, translated: TranslatedRequest) -> Response:
         """The reply in one piece: the stream, collected. Cancelled when the client disconnects."""
 
-        async def work() -> tuple[ReplyCollector, GenerationJob]:
-            collectors: list[ReplyCollector] = []
+        async def work() -> Response:
+            collected = ReplyCollector()
+            job = await self._generate(model, translated, PrefillProgress(), lambda job: collected)
+            headers = {**request_id(), **_headers(translated, job), "x-localllm-cache": collected.usage.cache_note}
+            return JSONResponse(translated.body(collected, job), headers=headers)
 
-            def begin(job: GenerationJob) -> ReplyWriter:
-                collectors.append(ReplyCollector(job.choices))
-                return collectors[0]
-
-            job = await self._generate(model, translated, PrefillProgress(), begin)
-            return collectors[0], job
-
-        done = await unless_gone(request.receive, work())
-        if done is None:
-            return Response(status_code=499)
-        collected, job = done
-        headers = {**request_id(), **_headers(translated, job), "x-localllm-cache": collected.usage.cache_note}
-        return JSONResponse(translated.whole(collected, job), headers=headers)
+        return await unless_left(request, work())
 
     async def job(self, task: ChatRequest | JobFactory, model: ServedModel, engine: EngineClient) -> GenerationJob:
         """The generation job of `task`. Raises RequestError, and what templating ends in."""
@@ -150,13 +141,13 @@ class Server:
             if engine.info.vision:
                 task = replace(task, messages=await self.images.fetched(task.messages))
             task = await self.pdfs.read(task, sees=engine.info.vision)
-            grammar, loose = await _settled(task.options.grammar)
+            grammar, loose = await _enforceable(task.options.grammar)
             task = replace(task, options=replace(task.options, grammar=grammar))
             task = with_defaults(task, model.defaults)
             job = await chat_job(task, model, engine, self.reasoning.mine(), self.counts)
         else:
             job = await task(engine)
-            grammar, loose = await _settled(job.answer.grammar)
+            grammar, loose = await _enforceable(job.answer.grammar)
             job = replace(job, answer=replace(job.answer, grammar=grammar))
         return replace(job, ignored=(*job.ignored, *loose)) if loose else job
 
@@ -201,7 +192,7 @@ class Server:
                 job = await self.job(translated.task, model, engine)
             writer = begin(job)
             if job.asked is not None:
-                writer = ReasoningRecorder(writer, self.reasoning.mine(), job.asked)
+                writer = ReplyCollector(writer)
             account = caller()
             salt = salt_of(job.generation.salt)
             job = replace(job, generation=replace(job.generation, tenant=account.name, salt=salt))
@@ -214,14 +205,23 @@ class Server:
                     if progress.written or job.answer.prefix or job.choices > 1:
                         raise
                     usage = await run(await model.engine(), job, writer, progress)
+                self._remember(job, writer)
             finally:
                 # Of an answer that was cancelled or failed: what is known so far.
                 usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
                 account.charge(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
             return job
 
+    def _remember(self, job: GenerationJob, collected: ReplyWriter) -> None:
+        """Put the reasoning of an answer that was collected for it into the reasoning cache."""
+        if job.asked is None or not isinstance(collected, ReplyCollector):
+            return
+        for choice in collected.choices:
+            calls = [(call.name, call.arguments) for call in choice.begun_calls]
+            self.reasoning.mine().remember(job.asked, choice.text, calls, choice.reasoning)
 
-async def _settled(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+
+async def _enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
     return await worked(partial(enforceable, grammar), takes_ms=bool(grammar and grammar[0] == "loose_schema"))
 
 

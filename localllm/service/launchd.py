@@ -83,8 +83,7 @@ class Launchd:
     @staticmethod
     def _judge(said: CommandResult, words: tuple[str, ...], allowed: tuple[int, ...]) -> None:
         if said.code and said.code not in allowed:
-            told = (said.err or said.out).strip()
-            raise ServiceError(f"`launchctl {' '.join(words)}` failed ({said.code}): {told}")
+            raise ServiceError(f"`launchctl {' '.join(words)}` failed ({said.code}): {said.text}")
 
 
 def agent(service: Service) -> str:

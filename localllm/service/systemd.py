@@ -101,16 +101,15 @@ class Systemd:
     def _ask(self, *words: str, refused_by: tuple[int, ...] | None = None) -> CommandResult:
         """Run `systemctl --user`; `refused_by` is which exit codes are errors (None: all but 0)."""
         said = self.call(["systemctl", "--user", *words])
-        told = (said.err or said.out).strip()
         if said.code == 127:
             raise ServiceError("systemctl is not installed: this system has no systemd")
-        if "Failed to connect to bus" in told:
+        if "Failed to connect to bus" in said.text:
             raise ServiceError(
-                f"systemd does not answer for this user: {told}",
+                f"systemd does not answer for this user: {said.text}",
                 hint="log in as this user (not through su or sudo), or once: `sudo loginctl enable-linger $USER`",
             )
         if said.code and refused_by is None:
-            raise ServiceError(f"`systemctl --user {' '.join(words)}` failed: {told}")
+            raise ServiceError(f"`systemctl --user {' '.join(words)}` failed: {said.text}")
         return said
 
 

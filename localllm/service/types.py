@@ -29,6 +29,11 @@ class CommandResult:
     out: str
     err: str = ""
 
+    @property
+    def text(self) -> str:
+        """What it wrote, errors before anything else."""
+        return (self.err or self.out).strip()
+
 
 # Runs a program and waits for it: the only way from here to the system. Tests hand in recorded answers.
 Call = Callable[[Sequence[str]], CommandResult]

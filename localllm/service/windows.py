@@ -69,7 +69,7 @@ class WindowsTasks:
         said = self.call(words)
         if said.code:
             shown = " ".join(words[:4])
-            raise ServiceError(f"`{shown}` failed ({said.code}): {(said.err or said.out).strip()}")
+            raise ServiceError(f"`{shown}` failed ({said.code}): {said.text}")
         return said
 
 

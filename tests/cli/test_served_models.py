@@ -133,7 +133,7 @@ def test_two_requests_for_one_model_wait_for_one_load(folder: Path) -> None:
     ):
         replies = list(pool.map(lambda _: ask(http, "gpt-oss-mini"), range(4)))
         assert [r.status_code for r in replies] == [200] * 4
-        host = models.resolve("gpt-oss-mini").host
+        host = models.resolve("gpt-oss-mini").worker.host
         assert isinstance(host, Supervisor)
         assert host.loads == 1
 
@@ -213,7 +213,7 @@ def test_presets_are_models_of_their_own_that_share_a_worker_where_they_can(fold
         windows = {m["id"]: m["context_length"] for m in http.get("/v1/models").json()["data"]}
         assert windows["long"] == 1024
         assert windows["coder"] == windows["alpha-Q4_0"] != 1024
-        assert models.resolve("coder").host is models.resolve("alpha-Q4_0").host
+        assert models.resolve("coder").worker.host is models.resolve("alpha-Q4_0").worker.host
         params = http.get("/props", params={"model": "coder"}).json()["default_generation_settings"]["params"]
         assert (params["temperature"], params["top_k"]) == (0.125, 7)
 
@@ -248,7 +248,7 @@ def test_a_presets_thinking_budget_holds_where_a_request_has_none(folder: Path) 
 def test_a_flag_outweighs_a_presets_settings(folder: Path) -> None:
     config(PRESETS)
     models = router("long", context=2048)
-    assert models.resolve("long").n_ctx == 2048
+    assert models.resolve("long").facts.n_ctx == 2048
 
 
 def test_a_preset_whose_model_is_not_here_is_left_out(folder: Path) -> None:

@@ -120,8 +120,8 @@ def test_a_model_that_is_being_loaded_has_its_memory_promised() -> None:
     async def story() -> None:
         slow, other = (ServedModel(name, ScriptedEngine(), needs_bytes=4 * GB) for name in ("slow", "other"))
         gate = Gate()
-        assert isinstance(slow.host, ScriptedEngine)
-        slow.host.load_gate = gate
+        assert isinstance(slow.worker.host, ScriptedEngine)
+        slow.worker.host.load_gate = gate
         free = 6 * GB
         models = ModelRouter([slow, other], ModelAdmission(20 * GB, lambda: free))
         loading = asyncio.create_task(models.resolve("slow").engine())
@@ -171,7 +171,7 @@ def test_a_served_model_shows_this_machines_memory(tiny_model: Path) -> None:
         models = router_for(load_plans_together([str(tiny_model)], Settings()))
         try:
             await models.preload()
-            return await models.list()[0].snapshot()
+            return await models.list()[0].worker.snapshot()
         finally:
             await models.close()
 

@@ -32,7 +32,7 @@ def test_an_unloaded_model_is_loaded_again_on_request() -> None:
         model = ModelRouter({"m": engine}).resolve("m")
         with model.lease():
             await model.engine()
-        await model.unload()
+        await model.worker.unload()
         assert (engine.closed, model.loaded, model.served_n_ctx) == (True, False, 4096)
         with model.lease():
             await model.engine()
@@ -56,7 +56,7 @@ def test_a_model_in_use_is_not_unloaded() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
         with pytest.raises(BusyError):
-            await model.unload()
+            await model.worker.unload()
         assert not engine.closed
         gate.open()
         assert isinstance(await first, Finish)

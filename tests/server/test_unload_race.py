@@ -90,7 +90,7 @@ async def _race(host: Host, rounds: int) -> tuple[list[httpx.Response], int, int
         while not over.is_set():
             try:
                 was = model.loaded
-                await model.unload()
+                await model.worker.unload()
                 unloaded += was
             except BusyError:
                 refused += 1

@@ -84,7 +84,7 @@ def test_it_answers_about_itself_and_requests_wait(smollm2: Path, tiny_model: Pa
         assert whole.result().status_code == 200
         said = {r.result().json()["choices"][0]["message"]["content"] for r in (whole, again)}
         assert said == {streamed}
-        assert slow.host.loads == 1  # type: ignore[attr-defined]
+        assert slow.worker.host.loads == 1  # type: ignore[attr-defined]
         assert (http.get("/health").status_code, http.get("/health").json()) == (200, {"status": "ok"})
 
 
@@ -102,7 +102,7 @@ def test_a_load_that_fails_is_told_and_others_are_served(tiny_model: Path, tmp_p
         waiting = pool.submit(http.post, "/v1/chat/completions", json=body)
         streaming = pool.submit(http.post, "/v1/chat/completions", json={**body, "stream": True})
         # Both wait now: whatever comes of the load is theirs.
-        until(lambda: models[0].in_use >= 3)
+        until(lambda: models[0].worker.in_use >= 3)
         gate.open()
         assert waiting.result().status_code == 422
         assert waiting.result().json()["error"]["code"] == "bad_model_file"
@@ -132,7 +132,7 @@ def test_a_load_nobody_waits_for_any_more_is_given_up(smollm2: Path, gate: Gate)
             assert next(stream.iter_lines()) == ": loading"
         gate.open()
         until(lambda: not model.worker.loading)
-        assert model.in_use == 0
+        assert model.worker.in_use == 0
         reply = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True})
         assert reply.json()["usage"]["completion_tokens"] == 1
 

@@ -94,7 +94,7 @@ async def _load(router: ModelRouter, say: Callable[[str], None]) -> None:
         elif model.worker.failure:
             _complain(model)
         else:
-            say(f"  {model.name} is loaded when asked for: {_GB.format(model.needs_bytes / 1e9)} do not fit now")
+            say(f"  {model.name} is loaded when asked for: {_GB.format(model.facts.needs_bytes / 1e9)} do not fit now")
     if router.named() and all(model.worker.failure for model in router.named()):
         _offer_others(router)
 
@@ -103,7 +103,7 @@ def _seeing(model: ServedModel) -> str:
     """Whether images can be sent to it, where that was a question."""
     if "vision" in model.capabilities:
         return ", reads images"
-    off = model.details.get("images_off")
+    off = model.facts.details.get("images_off")
     return f", reads no images: {off}" if off else ""
 
 
@@ -183,8 +183,8 @@ def stop_when_terminated() -> None:
 
 def _allocated(model: ServedModel) -> str:
     """What the worker's model and context take; as planned where the worker does not say."""
-    memory = getattr(getattr(model.host, "client", None), "memory", None)
-    return _GB.format((memory.total_bytes if memory is not None else model.needs_bytes) / 1e9)
+    memory = getattr(getattr(model.worker.host, "client", None), "memory", None)
+    return _GB.format((memory.total_bytes if memory is not None else model.facts.needs_bytes) / 1e9)
 
 
 # Asked again and again by whoever watches a server: worth a line only where they fail.

@@ -408,15 +408,19 @@ def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HI
     try:
         fields = kind.model_validate(body)
     except ValidationError as e:
-        errors = e.errors(include_url=False, include_context=False, include_input=False)
-        # Of the members of a union, the one that came the furthest says what is wrong.
-        of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-        worst = max(of_field, key=lambda error: len(_sent_path(error, body)))
-        path = ".".join(_sent_path(worst, body))
-        raise RequestError(f"{path or 'body'}: {worst['msg']}", param=path or None) from e
+        raise _invalid(e, body) from e
     extra = fields.model_extra or {}
-    unknown = (k for k in extra if k not in hints and k not in REFUSED and not (k in NAMED and extra[k] in NAMED[k]))
-    return fields, sorted(unknown)
+    harmless = {name for name, values in NAMED.items() if name in extra and extra[name] in values}
+    return fields, sorted(set(extra) - hints - set(REFUSED) - harmless)
+
+
+def _invalid(found: ValidationError, body: Any) -> RequestError:
+    """What is wrong with `body`: of the members of a union, as the one says that came the furthest."""
+    errors = found.errors(include_url=False, include_context=False, include_input=False)
+    of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    worst = max(of_field, key=lambda error: len(_sent_path(error, body)))
+    path = ".".join(_sent_path(worst, body))
+    return RequestError(f"{path or 'body'}: {worst['msg']}", param=path or None)
 
 
 def _sent_path(error: Any, body: Any) -> list[str]:

@@ -13,9 +13,9 @@ from localllm.engine.worker.embedding import Ranks
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.openapi import body_of
-from localllm.server.http.asgi import ignored_header, request_id
+from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json
-from localllm.server.http.streaming import unless_gone
+from localllm.server.http.streaming import unless_left
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
@@ -59,17 +59,16 @@ def routes(server: Server) -> APIRouter:
         documents = fields.read_documents()
         model = ranker_for(server.models, fields.model)
 
-        async def work() -> tuple[list[float], int]:
+        async def work() -> Response:
             with server.serving(model):
                 engine = await model.engine()
                 if not isinstance(engine, Ranks):
                     raise UnsupportedError(f"{model.name} does not rank", param="model")
-                return await engine.rank(fields.query, documents, truncate=bool(fields.truncate))
+                scores, tokens = await engine.rank(fields.query, documents, truncate=bool(fields.truncate))
+            body = _body(fields, model, documents, scores, tokens)
+            return JSONResponse(body, headers=answer_headers(ignored))
 
-        found = await unless_gone(request.receive, work())
-        if found is None:
-            return Response(status_code=499)
-        return JSONResponse(_body(fields, model, documents, found), headers={**request_id(), **ignored_header(ignored)})
+        return await unless_left(request, work())
 
     described = body_of(RerankFields, "results")
     router.add_api_route("/v1/rerank", rerank, methods=["POST"], response_model=None, openapi_extra=described)
@@ -80,9 +79,9 @@ def routes(server: Server) -> APIRouter:
 
 def ranker_for(models: ModelRouter, name: str | None) -> ServedModel:
     """The reranker of that name; without a name the first. Raises UnsupportedError for a model that is none."""
-    ranking = [m for m in models.list() if m.ranks]
+    ranking = [m for m in models.list() if m.facts.ranks]
     model = ranking[0] if ranking and not name else models.resolve(name)
-    if model.ranks:
+    if model.facts.ranks:
         return model
     raise UnsupportedError(
         f"{model.name} does not rank texts",
@@ -93,20 +92,16 @@ def ranker_for(models: ModelRouter, name: str | None) -> ServedModel:
     )
 
 
-def _body(fields: RerankFields, model: ServedModel, documents: list[str], found: tuple[list[float], int]) -> Any:
-    scores, tokens = found
+def _body(fields: RerankFields, model: ServedModel, documents: list[str], scores: list[float], tokens: int) -> Any:
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n]
     if fields.texts is not None:
-        return [
-            {"index": i, "score": scores[i], **({"text": documents[i]} if fields.return_text else {})} for i in best
-        ]
-    results = [
-        {
-            "index": i,
-            "relevance_score": scores[i],
-            **({"document": {"text": documents[i]}} if fields.return_documents else {}),
-        }
-        for i in best
-    ]
+        listed: list[dict[str, Any]] = [{"index": i, "score": scores[i]} for i in best]
+        for entry in listed if fields.return_text else ():
+            entry["text"] = documents[entry["index"]]
+        return listed
+    results: list[dict[str, Any]] = []
+    for i in best:
+        document = {"document": {"text": documents[i]}} if fields.return_documents else {}
+        results.append({"index": i, "relevance_score": scores[i], **document})
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"model": model.name, "object": "list", "usage": usage, "results": results}

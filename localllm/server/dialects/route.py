@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -16,7 +16,7 @@ from localllm.errors import LocalLLMError, RequestError
 from localllm.server.dialects.fields import HINTS, Fields, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.http.accounts import admins_only, caller
-from localllm.server.http.asgi import ignored_header, request_id
+from localllm.server.http.asgi import answer_headers
 from localllm.server.http.errors import headers_of
 from localllm.server.http.json_body import read_json, worked
 from localllm.server.models.router import ServedModel
@@ -24,6 +24,7 @@ from localllm.server.serving import Dialect, Server, TranslatedRequest
 
 # The description of paths that count a prompt's tokens.
 COUNT = "How many tokens the prompt has"
+Translated = TypeVar("Translated")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -36,13 +37,13 @@ class PreloadRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Route(Generic[Fields]):
+class Route(Generic[Fields, Translated]):
     """One generating path: the body it reads (`fields`) and how that is translated for a model. In the OpenAPI document
     `about` is its description and `keys` what a whole answer has; `aliases` are further paths, not listed there."""
 
     path: str
     fields: type[Fields]
-    translate: Callable[[Fields, ServedModel], TranslatedRequest | PreloadRequest]
+    translate: Callable[[Fields, ServedModel], Translated]
     dialect: Dialect
     about: str
     keys: tuple[str, ...] = ()
@@ -50,20 +51,24 @@ class Route(Generic[Fields]):
     hints: frozenset[str] = HINTS
 
 
-def mount(router: APIRouter, server: Server, *routes: Route[Any]) -> None:
+def mount(router: APIRouter, server: Server, *routes: Route[Any, Any]) -> None:
     for route in routes:
-        endpoint = refusing(route.dialect, _answering(server, route))
-        described = body_of(route.fields, *route.keys, streams=route.dialect.media_type.partition(";")[0])
-        post(router, route.path, endpoint, route.about, described)
-        for alias in route.aliases:
-            router.add_api_route(alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False)
+        mount_answer(router, route, _answering(server, route), streams=route.dialect.media_type.partition(";")[0])
+
+
+def mount_answer(router: APIRouter, route: Route[Any, Any], endpoint: Endpoint, *, streams: str = "") -> None:
+    """Serve `route` and its aliases by `endpoint`."""
+    endpoint = refusing(route.dialect, endpoint)
+    post(router, route.path, endpoint, route.about, body_of(route.fields, *route.keys, streams=streams))
+    for alias in route.aliases:
+        router.add_api_route(alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False)
 
 
 def mount_prompt(
     router: APIRouter,
     server: Server,
     path: str,
-    route: Route[Any],
+    route: Route[Any, Any],
     about: str,
     body: Callable[[str, int], Mapping[str, Any]],
 ) -> None:
@@ -75,7 +80,7 @@ def mount_prompt(
         translated = await worked(partial(route.translate, fields, model))
         assert isinstance(translated, TranslatedRequest)
         text, tokens, ignored = await server.prompt(translated, model)
-        return JSONResponse(body(text, tokens), headers={**request_id(), **ignored_header([*unknown, *ignored])})
+        return JSONResponse(body(text, tokens), headers=answer_headers([*unknown, *ignored]))
 
     post(router, path, refusing(route.dialect, prompt), about, body_of(route.fields, *body("", 0)))
 
@@ -92,32 +97,38 @@ def refusing(dialect: Dialect, endpoint: Endpoint) -> Endpoint:
     return answer
 
 
-def _answering(server: Server, route: Route[Any]) -> Endpoint:
+def _answering(server: Server, route: Route[Any, Any]) -> Endpoint:
     async def answer(request: Request) -> Response:
         body = await read_json(request, server.settings)
         key = _kept(request, body) if route.dialect.media_type.startswith("text/event-stream") else None
-        if key is not None and (stream := server.kept.find(key[0])) is not None:
+        stream = server.kept.find(key[0]) if key is not None else None
+        if key is not None and stream is not None:
             if stream.asked != key[1]:
                 raise RequestError("this Idempotency-Key belongs to another request", param="Idempotency-Key")
             return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
         fields, unknown = read(route.fields, body, route.hints)
         model = await server.models.find(fields.model)
         translated = await worked(partial(route.translate, fields, model))
-        if isinstance(translated, PreloadRequest) and translated.keep_s == 0:
-            admins_only("unloading a model")
-            await server.keep_alive.unload(model.worker)
-            return JSONResponse(translated.body)
         if isinstance(translated, PreloadRequest):
-            with server.serving(model, translated.keep_s):
-                await model.engine()
+            await _preload(server, model, translated.keep_s)
             return JSONResponse(translated.body)
         kept = ("keep_alive",) if translated.keep_s is not None and not caller().admin else ()
         translated = replace(translated, ignored=(*unknown, *kept, *translated.ignored))
         if route.dialect.streams if fields.stream is None else fields.stream:
             return await server.stream(model, translated, route.dialect, key)
-        return await server.whole(request, model, translated)
+        return await server.complete(request, model, translated)
 
     return answer
+
+
+async def _preload(server: Server, model: ServedModel, keep_s: float | None) -> None:
+    """Load the model; with a `keep_s` of 0 unload it. Raises AuthError."""
+    if keep_s == 0:
+        admins_only("unloading a model")
+        await server.keep_alive.unload(model.worker)
+        return
+    with server.serving(model, keep_s):
+        await model.engine()
 
 
 def _kept(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:

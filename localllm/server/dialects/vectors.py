@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from localllm.engine.worker.embedding import Embeds
 from localllm.errors import RequestError, UnsupportedError
+from localllm.server.dialects.fields import read
+from localllm.server.dialects.route import Endpoint, Route, mount_answer
 from localllm.server.http.accounts import caller
-from localllm.server.http.asgi import ignored_header, request_id
-from localllm.server.http.streaming import unless_gone
+from localllm.server.http.asgi import answer_headers
+from localllm.server.http.json_body import read_json
+from localllm.server.http.streaming import unless_left
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
@@ -38,13 +41,13 @@ class EmbeddingRequest:
 
 def model_for(models: ModelRouter, name: str | None) -> ServedModel:
     """The embedding model of that name; without a name the first. Raises UnsupportedError for one that generates text."""
-    embedding = [m for m in models.list() if m.embeds]
+    embedding = [m for m in models.list() if m.facts.embeds]
     model = embedding[0] if embedding and not name else models.resolve(name)
-    if model.embeds:
+    if model.facts.embeds:
         return model
     served = ", ".join(m.name for m in embedding)
     raise UnsupportedError(
-        f"{model.name} {'ranks' if model.ranks else 'generates text'}; it makes no embeddings",
+        f"{model.name} {'ranks' if model.facts.ranks else 'generates text'}; it makes no embeddings",
         hint=f"name an embedding model: {served}"
         if served
         else "serve an embedding model beside it: `localllm serve MODEL --also EMBEDDING_MODEL`",
@@ -52,30 +55,41 @@ def model_for(models: ModelRouter, name: str | None) -> ServedModel:
     )
 
 
-async def answer(
-    server: Server, request: Request, model: ServedModel, translated: EmbeddingRequest, ignored: Sequence[str]
-) -> Response:
-    """Runs an embedding request; cancelled when the client disconnects."""
-    for i, text in enumerate(translated.inputs):
-        if not text:
-            raise RequestError(f"input {i} is empty", param="input")
+def mount(router: APIRouter, server: Server, *routes: Route[Any, EmbeddingRequest]) -> None:
+    for route in routes:
+        mount_answer(router, route, _answering(server, route))
 
-    async def work() -> tuple[list[bytes], int]:
-        with server.serving(model, translated.keep_s):
-            if not translated.inputs:
-                return [], 0
-            engine = await model.engine()
-            if not isinstance(engine, Embeds):
-                raise UnsupportedError(f"{model.name} makes no embeddings", param="model")
-            vectors, n_tokens = await engine.embed(translated.inputs, truncate=translated.truncate)
-            caller().charge(n_tokens, 0, 0)
-            return vectors, n_tokens
 
-    kept = ["keep_alive"] if translated.keep_s is not None and not caller().admin else []
-    found = await unless_gone(request.receive, work())
-    if found is None:
-        return Response(status_code=499)
-    return JSONResponse(translated.body(*found), headers={**request_id(), **ignored_header([*ignored, *kept])})
+def _answering(server: Server, route: Route[Any, EmbeddingRequest]) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        fields, ignored = read(route.fields, await read_json(request, server.settings), route.hints)
+        model = model_for(server.models, fields.model)
+        translated = route.translate(fields, model)
+        for i, text in enumerate(translated.inputs):
+            if not text:
+                raise RequestError(f"input {i} is empty", param="input")
+        kept = ["keep_alive"] if translated.keep_s is not None and not caller().admin else []
+
+        async def work() -> Response:
+            with server.serving(model, translated.keep_s):
+                vectors, n_tokens = await _embed(model, translated)
+            return JSONResponse(translated.body(vectors, n_tokens), headers=answer_headers([*ignored, *kept]))
+
+        return await unless_left(request, work())
+
+    return answer
+
+
+async def _embed(model: ServedModel, asked: EmbeddingRequest) -> tuple[list[bytes], int]:
+    """The vectors, and how many tokens were read. Raises UnsupportedError."""
+    if not asked.inputs:
+        return [], 0
+    engine = await model.engine()
+    if not isinstance(engine, Embeds):
+        raise UnsupportedError(f"{model.name} makes no embeddings", param="model")
+    vectors, n_tokens = await engine.embed(asked.inputs, truncate=asked.truncate)
+    caller().charge(n_tokens, 0, 0)
+    return vectors, n_tokens
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:

@@ -1,11 +1,11 @@
-"""Reply writers of our own: one collects the stream into a whole reply, one records reasoning for later turns."""
+"""Collects a reply: a whole answer is the stream, folded."""
 
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from localllm.conversation.prefix_reuse import ReasoningCache
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
 
@@ -16,98 +16,79 @@ class CollectedCall:
 
     id: str
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass
 class CollectedChoice:
-    """One finished choice."""
+    """One choice; `outcome` once it has finished. `begun_calls` may end in one that was cut off within its arguments."""
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[CollectedCall] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    begun_calls: list[CollectedCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    outcome: Outcome | None = None
+    outcome: Outcome = field(init=False)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.thoughts)
+
+    @property
+    def calls(self) -> list[CollectedCall]:
+        return self.begun_calls[:-1] if self.outcome.half_call else self.begun_calls
 
 
 class ReplyCollector(ReplyWriter):
-    """Collects a reply that is not streamed."""
+    """Collects a reply, and passes it on to `inner`."""
 
-    def __init__(self, n: int = 1) -> None:
-        self.choices = [CollectedChoice() for _ in range(n)]
+    def __init__(self, inner: ReplyWriter | None = None) -> None:
+        self._inner = inner or ReplyWriter()
+        self._choices: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
         self.usage = ReplyUsage()
         self.timings = Timings()
-        self._texts: list[list[str]] = [[] for _ in range(n)]
-        self._thoughts: list[list[str]] = [[] for _ in range(n)]
-        self._arguments: dict[tuple[int, int], list[str]] = {}
+
+    @property
+    def choices(self) -> list[CollectedChoice]:
+        """Every choice, in order."""
+        return [choice for _, choice in sorted(self._choices.items())]
+
+    def start(self) -> None:
+        self._inner.start()
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        self._texts[choice].append(text)
-        self.choices[choice].logprobs.extend(logprobs)
+        self._choices[choice].texts.append(text)
+        self._choices[choice].logprobs += logprobs
+        self._inner.text(choice, text, logprobs)
 
     def reasoning(self, choice: int, text: str) -> None:
-        self._thoughts[choice].append(text)
+        self._choices[choice].thoughts.append(text)
+        self._inner.reasoning(choice, text)
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        self.choices[choice].calls.append(CollectedCall(new_call_id(), name))
-        self._arguments[choice, index] = []
+        self._choices[choice].begun_calls.append(CollectedCall(new_call_id(), name))
+        self._inner.call_start(choice, index, name)
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        self._arguments[choice, index].append(text)
+        self._choices[choice].begun_calls[index].pieces.append(text)
+        self._inner.call_arguments(choice, index, text)
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        done = self.choices[choice]
-        done.outcome = outcome
-        if outcome.half_call:  # cut off within its arguments: no call
-            done.calls.pop()
-        done.text = "".join(self._texts[choice])
-        done.reasoning = "".join(self._thoughts[choice])
-        for index, call in enumerate(done.calls):
-            call.arguments = "".join(self._arguments[choice, index])
+        self._choices[choice].outcome = outcome
+        self._inner.finish(choice, outcome)
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         self.usage, self.timings = usage, timings
+        self._inner.end(usage, timings)
 
 
 def new_call_id() -> str:
     """An id for a tool call, unique over all replies."""
     return "call_" + secrets.token_hex(12)
-
-
-class ReasoningRecorder(ReplyWriter):
-    """Passes everything on to `inner`, and puts each choice's reasoning into the reasoning cache."""
-
-    def __init__(self, inner: ReplyWriter, cache: ReasoningCache, asked: str) -> None:
-        self._inner, self._cache, self._asked = inner, cache, asked
-        self._said: dict[int, tuple[list[str], list[str], list[list[str]]]] = {}
-
-    def start(self) -> None:
-        self._inner.start()
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        self._inner.end(usage, timings)
-
-    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        self._of(choice)[0].append(text)
-        self._inner.text(choice, text, logprobs)
-
-    def reasoning(self, choice: int, text: str) -> None:
-        self._of(choice)[1].append(text)
-        self._inner.reasoning(choice, text)
-
-    def call_start(self, choice: int, index: int, name: str) -> None:
-        self._of(choice)[2].append([name])
-        self._inner.call_start(choice, index, name)
-
-    def call_arguments(self, choice: int, index: int, text: str) -> None:
-        self._of(choice)[2][-1].append(text)
-        self._inner.call_arguments(choice, index, text)
-
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        texts, thoughts, calls = self._of(choice)
-        parts = [(c[0], "".join(c[1:])) for c in calls]
-        self._cache.remember(self._asked, "".join(texts), parts, "".join(thoughts))
-        self._inner.finish(choice, outcome)
-
-    def _of(self, choice: int) -> tuple[list[str], list[str], list[list[str]]]:
-        return self._said.setdefault(choice, ([], [], []))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -16,6 +15,7 @@ from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError
 from localllm.server.generation.prompt import Prompt, wants_bos
+from localllm.server.http.recent import Recent
 
 # Share of the context reserved for the answer, unless `max_tokens` is smaller: agents ask for 32,000 whatever the context.
 _ANSWER_SHARE = 4
@@ -42,10 +42,10 @@ class Compaction:
 
 
 class TokenCounts:
-    """A cache of token counts, since a conversation comes back with every turn; oldest evicted first."""
+    """A cache of token counts, since a conversation comes back with every turn; the least recently used evicted first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[bytes, int] = OrderedDict()
+        self._kept: Recent[bytes, int] = Recent(_MAX_COUNTS)
 
     async def of(self, engine: EngineClient, text: str) -> int:
         """How many tokens `text` has in the engine's vocabulary."""
@@ -54,10 +54,7 @@ class TokenCounts:
         key = hashlib.sha256(f"{engine.info.fingerprint}\0{text}".encode(errors="surrogatepass")).digest()
         count = self._kept.get(key)
         if count is None:
-            count = len(await engine.tokenize(text))
-            self._kept[key] = count
-            if len(self._kept) > _MAX_COUNTS:
-                self._kept.popitem(last=False)
+            count = self._kept.put(key, len(await engine.tokenize(text)))
         return count
 
 

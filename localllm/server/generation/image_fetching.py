@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from localllm.addresses import address_kind
 from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError
+from localllm.server.http.recent import Recent
 from localllm.server.http.settings import is_address, is_loopback
 from localllm.server.http.sockets import trusted_certificates
 
@@ -33,6 +34,7 @@ _WHOLE_S = 20.0
 # A conversation names its images again in every turn.
 _CACHE_TTL_S = 600.0
 _CACHE_BYTES = 64 * 2**20
+_CACHED_IMAGES = 4096
 _MAX_PARALLEL = 8
 
 Messages = Sequence[Mapping[str, Any]]
@@ -46,6 +48,14 @@ class _FetchBudget:
     n_bytes: int = MOST_REQUEST_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """An image that may be used again for a while."""
+
+    data: bytes
+    until_s: float
+
+
 @dataclass
 class ImageFetcher:
     """Fetches from `hosts` (name, port), by https alone. `whole_s`: the longest that one image may take; `most_images`:
@@ -54,16 +64,18 @@ class ImageFetcher:
     hosts: Collection[tuple[str, int]] = ()
     whole_s: float = _WHOLE_S
     most_images: int = MOST_IMAGES
-    _cache: OrderedDict[str, tuple[float, bytes]] = field(default_factory=OrderedDict)
+    _cache: Recent[str, _Fetched] = field(
+        default_factory=lambda: Recent(_CACHED_IMAGES, _CACHE_BYTES, lambda image: len(image.data))
+    )
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
 
     async def fetched(self, messages: Messages) -> Messages:
         """`messages` with their images fetched, or with the reason why not."""
-        named = {image.address for m in messages for image in m.get("images", ()) if image.address}
-        if not named or not self.hosts:
+        images = chain.from_iterable(message.get("images", ()) for message in messages)
+        addresses = sorted({image.address for image in images if image.address})
+        if not addresses or not self.hosts:
             return messages
         budget = _FetchBudget(self.most_images)
-        addresses = sorted(named)
         answers = await asyncio.gather(*(self._fetch(address, budget) for address in addresses))
         return [_with(message, dict(zip(addresses, answers, strict=True))) for message in messages]
 
@@ -74,9 +86,9 @@ class ImageFetcher:
         try:
             if not self._allowed(httpx.URL(address)):
                 return None
-            cached = self._cached(address)
-            if cached is not None:
-                return cached
+            cached = self._cache.get(address)
+            if cached is not None and time.monotonic() < cached.until_s:
+                return cached.data
             budget.images -= 1
             if budget.images < 0:
                 return f"{self.most_images} images of a request are fetched at most"
@@ -90,8 +102,7 @@ class ImageFetcher:
             return f"the image could not be fetched within {self.whole_s:.0f} seconds"
         except (httpx.HTTPError, OSError) as e:
             return f"the image could not be fetched: {type(e).__name__}"
-        self._keep(address, data)
-        return data
+        return self._cache.put(address, _Fetched(data, time.monotonic() + _CACHE_TTL_S)).data
 
     def _allowed(self, url: httpx.URL) -> bool:
         """Whether the host is allowed. Raises RequestError for an allowed host without https."""
@@ -121,16 +132,6 @@ class ImageFetcher:
                         "the image's host sends to another one that was not named, which is not followed"
                     )
         raise RequestError(f"the image's host sends on and on; {_MAX_REDIRECTS} times are followed")
-
-    def _cached(self, address: str) -> bytes | None:
-        until_s, data = self._cache.get(address, (0.0, b""))
-        return data if time.monotonic() < until_s else None
-
-    def _keep(self, address: str, data: bytes) -> None:
-        self._cache.pop(address, None)
-        self._cache[address] = time.monotonic() + _CACHE_TTL_S, data
-        while sum(len(d) for _, d in self._cache.values()) > _CACHE_BYTES:
-            self._cache.popitem(last=False)
 
 
 def _with(message: Mapping[str, Any], answers: Mapping[str, bytes | str | None]) -> Mapping[str, Any]:

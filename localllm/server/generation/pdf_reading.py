@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,19 +13,21 @@ from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.pdf import Pdf
 from localllm.errors import UnsupportedError
 from localllm.server.generation.chat import ChatRequest
+from localllm.server.http.recent import Recent
 
 # Child processes at once, one core each.
 _MAX_PARALLEL = 2
 _MAX_PDFS = 16
 # A conversation sends its PDFs with every turn.
 _CACHE_BYTES = 64 * 2**20
+_CACHED_PDFS = 4096
 
 
 @dataclass
 class PdfReader:
     """Reads PDFs in child processes, with a cache."""
 
-    _cache: OrderedDict[tuple[bytes, bool], Pdf] = field(default_factory=OrderedDict)
+    _cache: Recent[tuple[bytes, bool], Pdf] = field(default_factory=lambda: Recent(_CACHED_PDFS, _CACHE_BYTES, _size))
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
 
     async def read(self, chat: ChatRequest, *, sees: bool) -> ChatRequest:
@@ -53,16 +54,13 @@ class PdfReader:
 
     async def _pdf(self, attached: AttachedPdf, *, sees: bool) -> Pdf:
         key = hashlib.sha256(attached.data).digest(), sees
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
+        known = self._cache.get(key)
+        if known is not None:
+            return known
         if not pdf.installed():
             return Pdf(problem=pdf.MISSING)
         async with self._slots:
-            self._cache[key] = found = await asyncio.to_thread(pdf.read, attached.data, pictures=sees)
-        while len(self._cache) > 1 and sum(map(_size, self._cache.values())) > _CACHE_BYTES:
-            self._cache.popitem(last=False)
-        return found
+            return self._cache.put(key, await asyncio.to_thread(pdf.read, attached.data, pictures=sees))
 
 
 def _size(found: Pdf) -> int:

@@ -96,7 +96,6 @@ def _build(
     marker_id: int | None,
     controls: ControlTexts | None,
 ) -> Prompt:
-    kwargs, ignored = _variables(template, options)
     tools, style = options.offered, _style(template)
     if tools and template.knows_tools and tool_formats.has_unknown_notation(template.source):
         raise UnsupportedError(
@@ -105,19 +104,12 @@ def _build(
             hint="send tool_choice none, or use another model for tools",
             param="tools",
         )
-    begun = options.continues and unfinished(messages)
-    shown: list[Any] = [{"type": t["type"], "function": t["function"]} for t in tools]
-    if controls is not None:
-        messages = [{k: v if k in _NO_TEXT else _marked(v, controls) for k, v in m.items()} for m in messages]
-        shown, kwargs = _marked(shown, controls), _marked(kwargs, controls)
-    if not template.knows_tools:
-        # The template would ignore the tools, and refuse or garble the `tool` role.
-        messages = with_instruction(messages, shown)
-    render = template.render_continued if begun else template.render
-    text = render(messages, tools=shown or None, **kwargs)
+    kwargs, ignored = _variables(template, options)
+    continues = options.continues and unfinished(messages)
+    text, begun = _rendered(template, messages, tools, kwargs, controls, continues=continues)
     think = tool_formats.reasoning_markers(template.source, style)
-    if begun:
-        text, thinking = _continued(text, messages[-1]["content"], think)
+    if continues:
+        text, thinking = _continued(text, begun, think)
     else:
         thinking = think is not None and text.rstrip().endswith(think[0])
     reply = ReplyFormat(
@@ -125,19 +117,44 @@ def _build(
         thinking=thinking,
         drops=style.drops,
         ends=turn_ends(template.source),
-        lead=style.header if style.header and text.endswith(style.header) else "",
+        lead=style.header if text.endswith(style.header) else "",
     )
     if tools:
-        held, left_out = constrainable(tools)
-        ignored += left_out
+        enforced, not_enforced = constrainable(tools)
+        ignored += not_enforced
         if options.choice.mode == "required" and options.grammar is not None:
             ignored += ("response_format",)  # the answer is the call
-        answer = _with_tools(replace(options, tools=held), tools, style, template.source, reply, marker_id)
+        answer = _with_tools(replace(options, tools=enforced), tools, style, template.source, reply, marker_id)
     else:
-        answer = _without_tools(options, style, reply, without_marks(messages[-1]["content"]) if begun else "")
+        answer = _without_tools(options, style, reply, without_marks(begun))
     if template.is_default:
         answer = replace(answer, marks=DEFAULT_MARKS)
     return Prompt(text, answer, ignored)
+
+
+def _rendered(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool],
+    kwargs: Mapping[str, Any],
+    controls: ControlTexts | None,
+    *,
+    continues: bool,
+) -> tuple[str, str]:
+    """The conversation as text, and the beginning of the answer in it, if that `continues` one."""
+    shown: list[Any] = [{"type": t["type"], "function": t["function"]} for t in tools]
+    if controls is not None:
+        messages = [_marked_message(message, controls) for message in messages]
+        shown, kwargs = _marked(shown, controls), _marked(kwargs, controls)
+    if not template.knows_tools:
+        # The template would ignore the tools, and refuse or garble the `tool` role.
+        messages = with_instruction(messages, shown)
+    render = template.render_continued if continues else template.render
+    return render(messages, tools=shown or None, **kwargs), messages[-1]["content"] if continues else ""
+
+
+def _marked_message(message: Mapping[str, Any], controls: ControlTexts) -> dict[str, Any]:
+    return {key: value if key in _NO_TEXT else _marked(value, controls) for key, value in message.items()}
 
 
 def _marked(value: Any, controls: ControlTexts) -> Any:

@@ -46,18 +46,25 @@ class VisibleTokens:
             piece = self._decoder.decode(token.text.encode("utf-8", "surrogateescape"))
             if not piece:
                 continue
-            if not (text.startswith(piece) or piece.startswith(text)):
-                piece = piece.lstrip()
-            if piece and text.startswith(piece):
-                text = text[len(piece) :]
-            elif piece and piece.startswith(text):
-                self._open, text = piece[len(text) :], ""
-            else:
+            left = _left_of(text, piece)
+            if left is None:
                 self._drop_halves()
                 continue
+            text, self._open = left
             taken += self._halves
             self._halves = []
         if self._halves and text.startswith(_BROKEN):
             taken += self._halves
             self._drop_halves()
         return tuple(taken)
+
+
+def _left_of(text: str, piece: str) -> tuple[str, str] | None:
+    """What is left of a text that begins with `piece`, or of a `piece` that begins with the text; None where neither does.
+    Blanks before a piece may not be shown."""
+    for form in (piece, piece.lstrip()):
+        if form and text.startswith(form):
+            return text[len(form) :], ""
+        if form and form.startswith(text):
+            return "", form[len(text) :]
+    return None

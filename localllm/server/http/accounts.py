@@ -8,7 +8,6 @@ import hmac
 import io
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from typing import Generic, TypeVar
 
 from localllm.errors import AuthError, LocalLLMError
 from localllm.server.http.prometheus import labels, metric
+from localllm.server.http.recent import Recent
 
 _MINUTE_S = 60.0
 # Retry-After for a key at its limit of parallel requests: when one ends is not known.
@@ -132,10 +132,14 @@ class Account:
         most = self.limits.parallel
         if most is not None and self.active >= most:
             self._refuse(f"{self.name} has {self.active} requests running, and may have {most}", _PARALLEL_RETRY_S)
-        if self._requests is not None and (wait_s := self._requests.wait_s(1.0)) > 0:
-            self._refuse(f"{self.name} may send {self.limits.requests_per_minute:g} requests a minute", wait_s)
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(1.0)) > 0:
-            self._refuse(f"{self.name} may use {self.limits.tokens_per_minute:g} tokens a minute", wait_s)
+        limits = self.limits
+        for bucket, what in (
+            (self._requests, f"send {limits.requests_per_minute or 0:g} requests"),
+            (self._tokens, f"use {limits.tokens_per_minute or 0:g} tokens"),
+        ):
+            wait_s = bucket.wait_s(1.0) if bucket is not None else 0.0
+            if wait_s > 0:
+                self._refuse(f"{self.name} may {what} a minute", wait_s)
         if self._requests is not None:
             self._requests.take(1.0)
         self.used.requests += 1
@@ -182,17 +186,13 @@ class PerCaller(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._of: OrderedDict[str, T] = OrderedDict()
+        self._of: Recent[str, T] = Recent(_MOST_CALLERS)
 
     def mine(self) -> T:
         """The current caller's."""
         name = caller().name
-        if name not in self._of:
-            self._of[name] = self._make()
-        self._of.move_to_end(name)
-        while len(self._of) > _MOST_CALLERS:
-            self._of.popitem(last=False)
-        return self._of[name]
+        found = self._of.get(name)
+        return found if found is not None else self._of.put(name, self._make())
 
 
 @contextmanager
@@ -215,7 +215,7 @@ class Accounts:
             (key.digest, Account(key.name, key.limits, clock, admin=key.admin, share_cache=key.share_cache))
             for key in keys
         ]
-        self._delegated: OrderedDict[tuple[str, bytes], Account] = OrderedDict()
+        self._delegated: Recent[tuple[str, bytes], Account] = Recent(_MOST_CALLERS)
         if owner_key is not None:
             self._keys.append((digest_of(owner_key.encode()), Account("", clock=clock, owner=True)))
 
@@ -238,11 +238,11 @@ class Accounts:
         if found is None or not account.admin:
             raise AuthError(f"only an admin's key may send {DELEGATION}, in the form that a pool's front sends")
         name, scope, admin = (part.decode() for part in found.groups())
+        kept = self._delegated.get((account.name, sent))
+        if kept is not None:
+            return kept
         made = Account(f"{account.name}/{name}", admin=admin == "1", share_cache="" if scope == "-" else scope)
-        kept = self._delegated.setdefault((account.name, sent), made)
-        if len(self._delegated) > _MOST_CALLERS:
-            self._delegated.popitem(last=False)
-        return kept
+        return self._delegated.put((account.name, sent), made)
 
     def seen_by(self, account: Account) -> list[Account]:
         """The named accounts whose usage `account` may see: its own, or all for an admin."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
@@ -22,15 +23,21 @@ IGNORED = "x-localllm-ignored"
 # The server that answered, where the request was proxied.
 RAN_ON = "x-localllm-ran-on"
 _MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 def request_id() -> dict[str, str]:
     return {"x-request-id": "req_" + secrets.token_hex(8)}
 
 
+def answer_headers(ignored: Sequence[str]) -> dict[str, str]:
+    """Of every answer: its id, and the names of what had no effect."""
+    return {**request_id(), **ignored_header(ignored)}
+
+
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """`x-localllm-ignored`, if there is something to name. Clients choose the names, so unsafe characters are replaced."""
     if not names:
         return {}
-    plain = ("".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in n) for n in names)
-    return {IGNORED: ",".join(n[:_MAX_NAME_CHARS] for n in plain)[:_MAX_CHARS]}
+    plain = [_UNSAFE.sub("?", name)[:_MAX_NAME_CHARS] for name in names]
+    return {IGNORED: ",".join(plain)[:_MAX_CHARS]}

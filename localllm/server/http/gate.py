@@ -9,7 +9,7 @@ a page's owner could point here is refused, key or not.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from localllm.errors import AuthError, BusyError, LocalLLMError, RequestError
@@ -53,39 +53,36 @@ class SecurityGate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers: dict[bytes, bytes] = {}
-        repeated = ""
-        for name, value in scope["headers"]:
-            if name in headers and name in _ONE_ONLY:
-                repeated = name.decode("latin-1")
-            headers[name] = value
+        headers = dict(scope["headers"])
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        allowed = self._origin_allowed(origin) and repeated != "origin"
-        if origin and allowed:
+        repeated = _repeated(scope["headers"])
+        if origin and not repeated and self._origin_allowed(origin):
             # Refusals too: a browser shows a page no answer without these headers, only a failed connection.
             send = _with_cors(send, origin)
         try:
             if repeated:
                 raise RequestError(f"the request repeats the header {repeated}")
             self._check_host(headers.get(b"host"))
-            if origin and not allowed:
-                raise AuthError("this origin may not use this server", hint="allow it: --allow-origin ORIGIN")
-            if not origin and headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site":
-                raise AuthError("a page of another site may not use this server")
+            self._check_origin(origin, headers)
             if scope["method"] == "OPTIONS":
                 await _preflight(send, origin, headers)
                 return
-            if scope["path"] in _OPEN_PATHS:
-                account = None
-            else:
-                account = self._caller(headers)
-                if not scope.get(ADMIT, _always)():
-                    raise BusyError("this server has as many connections as it takes")
-            self._check_body(scope["method"], headers, from_page=_of_a_page(headers))
+            account = self._admitted(scope, headers)
+            self._check_body(scope["method"], headers)
         except LocalLLMError as e:
             await refuse(scope, send, e)
             return
         await self._pass(account, scope, receive, send)
+
+    def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account | None:
+        """Whose request it is, with a place for its connection; None where no key is needed. Raises KeyRequiredError or
+        BusyError."""
+        if scope["path"] in _OPEN_PATHS:
+            return None
+        account = self._caller(headers)
+        if not scope.get(ADMIT, _always)():
+            raise BusyError("this server has as many connections as it takes")
+        return account
 
     async def _pass(self, account: Account | None, scope: Scope, receive: Receive, send: Send) -> None:
         """On to the routes, within the limits of the key's account."""
@@ -141,19 +138,37 @@ class SecurityGate:
         delegated = headers.get(DELEGATION.encode())
         return account if delegated is None else self._accounts.on_behalf(account, delegated)
 
-    def _check_body(self, method: str, headers: dict[bytes, bytes], *, from_page: bool) -> None:
+    def _check_origin(self, origin: str, headers: dict[bytes, bytes]) -> None:
+        if origin and not self._origin_allowed(origin):
+            raise AuthError("this origin may not use this server", hint="allow it: --allow-origin ORIGIN")
+        if not origin and headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site":
+            raise AuthError("a page of another site may not use this server")
+
+    def _check_body(self, method: str, headers: dict[bytes, bytes]) -> None:
         if method not in _BODY_METHODS:
             return
-        length = headers.get(b"content-length")
-        empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
-        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        # Some programs say no type at all (LiteLLM's Ollama client), or that of a form (`curl -d`); a page always says
-        # where it is from.
-        unsaid = (kind == b"" and (empty or not from_page)) or (kind == _FORM and not from_page)
-        if not unsaid and kind != b"application/json" and not kind.endswith(b"+json"):
+        if not _taken_as_json(headers):
             raise MediaTypeError("the body must be sent as Content-Type: application/json")
-        if length is not None and length.isdigit() and int(length) > self.settings.max_body_bytes:
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLargeError(f"the body is larger than {self.settings.max_body_bytes} bytes")
+
+
+def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """A header that is there twice and must not be; "" where there is none."""
+    names = [name for name, _ in headers]
+    return next((name.decode("latin-1") for name in _ONE_ONLY if names.count(name) > 1), "")
+
+
+def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
+    """Whether the type of a body is JSON's. Some programs say no type at all (LiteLLM's Ollama client), or that of a form
+    (`curl -d`); a page always says where it is from."""
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if kind == b"application/json" or kind.endswith(b"+json"):
+        return True
+    length = headers.get(b"content-length")
+    empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
+    return (kind in (b"", _FORM) and not _of_a_page(headers)) or (kind == b"" and empty)
 
 
 def _always() -> bool:

@@ -45,41 +45,51 @@ def unpack(body: bytes, encoding: str, limit_bytes: int, look: Callable[[], obje
     """`body` decoded; at most `limit_bytes` are ever held. `look` is called between pieces.
 
     Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError for broken data."""
-    match encoding.strip().lower():
-        case "" | "identity":
-            return body
-        case "gzip" | "x-gzip":
-            wbits = _GZIP
-        case "deflate":
-            # The standard means zlib's format; some clients send raw deflate (RFC 9110, 8.4.1.2).
-            wbits = _ZLIB if _is_zlib(body) else _RAW
-        case _:
-            raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
+    wbits = _window_bits(body, encoding)
+    if wbits is None:
+        return body
     pieces: list[bytes] = []
-    size = 0
-    rest = body
+    size, packed = 0, body
     while True:
         unpacker = zlib.decompressobj(wbits)
         try:
-            while not unpacker.eof and (rest or size == 0):
-                piece = unpacker.decompress(rest, min(_PIECE_BYTES, limit_bytes - size + 1))
+            for piece in _unpacked(unpacker, packed):
                 size += len(piece)
                 if size > limit_bytes:
                     raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
                 pieces.append(piece)
                 look()
-                if not piece and not unpacker.unconsumed_tail:
-                    break
-                rest = unpacker.unconsumed_tail
         except zlib.error:
             raise RequestError(f"the body is not what its Content-Encoding says ({encoding})") from None
         if not unpacker.eof:
             raise RequestError(f"the body ends before what is packed in it does ({encoding})")
-        rest = unpacker.unused_data
-        if not rest:
+        packed = unpacker.unused_data
+        if not packed:
             return b"".join(pieces)
         if wbits != _GZIP:
             raise RequestError(f"something stands behind the packed body ({encoding})")
+
+
+def _window_bits(body: bytes, encoding: str) -> int | None:
+    """zlib's name for a Content-Encoding; None for a body that is not packed. Raises EncodingError."""
+    match encoding.strip().lower():
+        case "" | "identity":
+            return None
+        case "gzip" | "x-gzip":
+            return _GZIP
+        case "deflate":
+            # The standard means zlib's format; some clients send raw deflate (RFC 9110, 8.4.1.2).
+            return _ZLIB if _is_zlib(body) else _RAW
+    raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
+
+
+def _unpacked(unpacker: zlib._Decompress, packed: bytes) -> Iterator[bytes]:
+    """What is packed, up to its end or that of `packed`."""
+    piece = b""
+    while not unpacker.eof and (packed or piece):
+        piece = unpacker.decompress(packed, _PIECE_BYTES)
+        packed = unpacker.unconsumed_tail
+        yield piece
 
 
 def _is_zlib(body: bytes) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError
@@ -105,46 +106,55 @@ class StreamResponse(Response):
         outbox = Outbox()
         producer = asyncio.create_task(run_into(self._produce, outbox))
         watcher = asyncio.create_task(_cancel_when_gone(receive, producer))
-        ticker: _Ticker | None = None
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(outbox.wait(), self._settings.grace_s)
-            if outbox.closed and outbox.empty and outbox.error is not None:
-                await send_json(
-                    send, outbox.error.http_status, self._error_body(outbox.error), headers_of(outbox.error)
-                )
-                return
-            fixed = {"content-type": self._media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
-            raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**fixed, **self._more_headers()}.items()]
-            await send({"type": "http.response.start", "status": 200, "headers": raw})
-            if outbox.empty and not outbox.closed:
-                outbox.write(self._keepalive())
-            ticker = _Ticker(outbox, self._keepalive, self._settings.keepalive_s)
-            # Before an event a comment, before a line of JSON a blank.
-            nothing = b": \n" if self._media_type.startswith("text/event-stream") else b" "
-            scope.get(PROBES, []).append(lambda: outbox.write(nothing))
-            # Middleware only looks at the headers, and they have been sent.
-            send = scope.get(OWN_SEND, send)
-            while not (outbox.closed and outbox.empty):
-                # A task's turn for every token, and h11's, cost a third of it.
-                outbox.direct = scope.get(WRITE)
-                try:
-                    await outbox.wait()
-                finally:
-                    outbox.direct = None
-                if not outbox.empty:
-                    await send({"type": "http.response.body", "body": outbox.take(), "more_body": True})
-            last = self._frame_error(outbox.error) if outbox.error is not None else b""
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            error = outbox.error
+            if outbox.closed and outbox.empty and error is not None:
+                await send_json(send, error.http_status, self._error_body(error), headers_of(error))
+            else:
+                await self._stream(outbox, scope, send)
+        finally:
+            await _end(producer, watcher)
+
+    async def _stream(self, outbox: Outbox, scope: Scope, send: Send) -> None:
+        fixed = {"content-type": self._media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**fixed, **self._more_headers()}.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        # Middleware only looks at the headers, and they have been sent.
+        send = scope.get(OWN_SEND, send)
+        if outbox.empty and not outbox.closed:
+            outbox.write(self._keepalive())
+        ticker = _Ticker(outbox, self._keepalive, self._settings.keepalive_s)
+        # Before an event a comment, before a line of JSON a blank.
+        nothing = b": \n" if self._media_type.startswith("text/event-stream") else b" "
+        scope.get(PROBES, []).append(lambda: outbox.write(nothing))
+        try:
+            await _send_pieces(outbox, scope.get(WRITE), send)
+            await self._send_last(send, outbox.error)
         except asyncio.CancelledError:
-            if ticker is not None:  # the server stops: a client must not take that for the end of the answer
-                last = self._frame_error(BusyError("the server is stopping", hint="send the request again later"))
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+            # The server stops: a client must not take that for the end of the answer.
+            await self._send_last(send, BusyError("the server is stopping", hint="send the request again later"))
             raise
         finally:
-            if ticker is not None:
-                ticker.stop()
-            await _end(producer, watcher)
+            ticker.stop()
+
+    async def _send_last(self, send: Send, error: LocalLLMError | None) -> None:
+        last = self._frame_error(error) if error is not None else b""
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _send_pieces(outbox: Outbox, direct: Callable[[bytes], bool] | None, send: Send) -> None:
+    """Send what comes into `outbox`, to its end."""
+    while not (outbox.closed and outbox.empty):
+        # A task's turn for every token, and h11's, cost a third of it.
+        outbox.direct = direct
+        try:
+            await outbox.wait()
+        finally:
+            outbox.direct = None
+        if not outbox.empty:
+            await send({"type": "http.response.body", "body": outbox.take(), "more_body": True})
 
 
 async def run_into(produce: Callable[[Outbox], Coroutine[Any, Any, None]], outbox: Outbox) -> None:
@@ -199,6 +209,11 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         return None if task.cancelled() else task.result()
     finally:
         await _end(task, watcher)
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The response that `work` makes; if the client disconnected first, an empty one that nobody reads."""
+    return await unless_gone(request.receive, work) or Response(status_code=499)
 
 
 async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:

@@ -102,7 +102,7 @@ class ModelRouter:
         if model is None:
             return False
         if model.loaded:
-            return model.info is not None and model.in_use >= model.info.n_seq_max
+            return model.info is not None and model.worker.in_use >= model.info.n_seq_max
         return self.admission is not None and not model.worker.loading and not await self.admission.fits(model.worker)
 
     def _listed(self, name: str) -> ServedModel | None:
@@ -114,7 +114,7 @@ class ModelRouter:
         if not name:
             if self._models:
                 first = next(iter(self._models.values()))
-                return next((m for m in self._models.values() if not (m.embeds or m.ranks)), first)
+                return next((m for m in self._models.values() if not (m.facts.embeds or m.facts.ranks)), first)
             raise ModelNotFoundError("this server serves no model")
         model = self._known(name) or self._installed(name) or self._by_pattern(name)
         if model is None:

@@ -59,36 +59,19 @@ class ServedModel:
     @property
     def sampling(self) -> Sampling:
         """The sampling defaults of a request."""
-        return replace(self.worker.facts.sampling, **self.defaults.sampling)
+        return replace(self.facts.sampling, **self.defaults.sampling)
 
     def sampling_for(self, effort: str | None, variables: Mapping[str, Any] | None = None) -> Sampling:
         """The sampling defaults of a request with this reasoning `effort` and these template `variables`."""
         named = variables or {}
         off = effort == "none" or any(named.get(name) is False for name in ("enable_thinking", "thinking"))
-        unthinking = self.worker.facts.sampling_unthinking
+        unthinking = self.facts.sampling_unthinking
         return replace(unthinking, **self.defaults.sampling) if off and unthinking is not None else self.sampling
 
     @property
-    def n_ctx(self) -> int | None:
-        return self.worker.facts.n_ctx
-
-    @property
-    def details(self) -> Mapping[str, Any]:
-        return self.worker.facts.details
-
-    @property
-    def embeds(self) -> bool:
-        """An embedding model, which generates no text."""
-        return self.worker.facts.embeds
-
-    @property
-    def ranks(self) -> bool:
-        """A reranker, which generates no text."""
-        return self.worker.facts.ranks
-
-    @property
-    def needs_bytes(self) -> int:
-        return self.worker.facts.needs_bytes
+    def facts(self) -> ModelMetadata:
+        """What is known of the model before it is loaded."""
+        return self.worker.facts
 
     @property
     def info(self) -> ModelInfo | None:
@@ -97,15 +80,15 @@ class ServedModel:
     @property
     def served_n_ctx(self) -> int | None:
         """The context in tokens that every dialect reports."""
-        return self.info.n_ctx if self.info is not None else self.n_ctx
+        return self.info.n_ctx if self.info is not None else self.facts.n_ctx
 
     @property
     def capabilities(self) -> list[str]:
         """In Ollama's terms: completion, tools, vision, thinking, insert (the last three known once loaded); or embedding;
         or rerank."""
-        if self.embeds:
+        if self.facts.embeds:
             return ["embedding"]
-        if self.ranks:
+        if self.facts.ranks:
             return ["rerank"]
         found = ["completion"]
         if self.info is None or not has_unknown_notation(self.info.chat_template or ""):
@@ -132,10 +115,6 @@ class ServedModel:
         return self._templates[source]
 
     @property
-    def host(self) -> Host:
-        return self.worker.host
-
-    @property
     def loaded(self) -> bool:
         return self.worker.loaded
 
@@ -143,25 +122,11 @@ class ServedModel:
     def state(self) -> State:
         return "loaded" if self.worker.loaded else "loading" if self.worker.loading else "available"
 
-    @property
-    def in_use(self) -> int:
-        return self.worker.in_use
-
-    @property
-    def last_used_s(self) -> float:
-        return self.worker.last_used_s
-
     async def engine(self) -> EngineClient:
         return await self.worker.engine()
 
-    async def snapshot(self) -> dict[str, Any]:
-        return await self.worker.snapshot()
-
     def lease(self) -> AbstractContextManager[None]:
         return self.worker.lease()
-
-    async def unload(self) -> None:
-        await self.worker.unload()
 
 
 class InstalledModels(Protocol):

@@ -73,6 +73,13 @@ class KeepAlive:
             model.idle_s = self._owners_idle_s.pop(model.name)
 
 
+def _idle_limit_s(model: ModelWorker, servers_s: float) -> float | None:
+    """The idle time after which `model` is unloaded; None for never."""
+    own_s = servers_s if model.idle_s is None else model.idle_s
+    pinned = math.isinf(own_s) and not servers_s
+    return None if not own_s or pinned else own_s
+
+
 async def unload_idle(
     models: ModelRouter, *, idle_s: float, pressed: Callable[[], bool] = lambda: False, pressed_idle_s: float = 60.0
 ) -> None:
@@ -88,12 +95,12 @@ async def unload_idle(
         now = asyncio.get_running_loop().time()
         short = pressed()
         for model in models.workers():
-            used = model.last_used_s
-            own_s = idle_s if model.idle_s is None else model.idle_s
-            if not own_s or (math.isinf(own_s) and not idle_s) or not model.loaded or model.in_use:
+            own_s = _idle_limit_s(model, idle_s)
+            if own_s is None or not model.loaded or model.in_use:
                 continue
-            limit = min(own_s, pressed_idle_s) if short else own_s
-            if closed_at.get(model.name) == used or now - used < limit:
+            used = model.last_used_s
+            limit_s = min(own_s, pressed_idle_s) if short else own_s
+            if closed_at.get(model.name) == used or now - used < limit_s:
                 continue
             closed_at[model.name] = used
             log.info("unloading %s after %.0f s without a request", model.name, now - used)

@@ -24,57 +24,65 @@ def client_tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"name": tool.get("name"), "description": description, "parameters": parameters}
 
 
-def _object(required: list[str], **properties: Any) -> dict[str, Any]:
+def _object(required: list[str], properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def _said(schema: Mapping[str, Any], description: str) -> dict[str, Any]:
+def _of(schema: Mapping[str, Any], description: str) -> dict[str, Any]:
     return {**schema, "description": description}
 
 
+def _one_of(*values: str) -> dict[str, Any]:
+    return {"type": "string", "enum": [*values]}
+
+
+_BASH = _object(
+    [],
+    {
+        "command": _of(_TEXT, "The command to run; needed unless the shell is restarted."),
+        "restart": _of(_FLAG, "True restarts the shell."),
+    },
+)
+_EDITS = ("view", "create", "str_replace", "insert")
+_FILE = {
+    "file_text": _of(_TEXT, "create: the file's whole text."),
+    "old_str": _of(_TEXT, "str_replace: the text to replace, exactly as it stands in the file, once."),
+    "new_str": _of(_TEXT, "str_replace: the text that takes its place."),
+    "insert_line": _of(_WHOLE, "insert: the line to insert behind; 0 is the beginning of the file."),
+    "view_range": _of(_RANGE, "view: the first and the last line to show, from 1; -1 is the end."),
+}
+# The inserted text has a name of its own since 2025-07-28.
+_INSERTED = {**_FILE, "insert_text": _of(_TEXT, "insert: the text to insert.")}
+_INSERTED_AS_NEW = {
+    **_FILE,
+    "new_str": _of(_TEXT, "str_replace: the text that takes its place; insert: the text to insert."),
+}
+_MEMORY = _object(
+    ["command"],
+    {
+        "command": _one_of(*_EDITS, "delete", "rename"),
+        "path": _of(_TEXT, "The file or folder; needed by all but rename."),
+        **_INSERTED,
+        "old_path": _of(_TEXT, "rename: the path as it is."),
+        "new_path": _of(_TEXT, "rename: the path as it will be."),
+    },
+)
+_POINTER = (
+    "key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click", "double_click",
+    "screenshot", "cursor_position",
+)  # fmt: skip
+_SINCE_2025 = ("left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait")
+_PARAMETERS_SINCE_2025 = {
+    "start_coordinate": _of(_RANGE, "left_click_drag: where it begins."),
+    "scroll_direction": _one_of("up", "down", "left", "right"),
+    "scroll_amount": _of(_WHOLE, "scroll: clicks of the wheel."),
+    "duration": _of({"type": "number"}, "hold_key, wait: seconds."),
+}
+_REGION = {"type": "array", "items": _WHOLE, "minItems": 4, "maxItems": 4}
+
+
 def _bash(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
-    about = "Run a command in a bash shell that stays open between calls."
-    parameters = _object(
-        [],
-        command=_said(_TEXT, "The command to run; needed unless the shell is restarted."),
-        restart=_said(_FLAG, "True restarts the shell."),
-    )
-    return about, parameters
-
-
-def _editing(*more: str) -> dict[str, Any]:
-    return {"type": "string", "enum": ["view", "create", "str_replace", "insert", *more]}
-
-
-def _inserted(name: str) -> dict[str, Any]:
-    """The parameters by which a file's text is changed; the inserted text is called `name`."""
-    changed = {
-        "file_text": _said(_TEXT, "create: the file's whole text."),
-        "old_str": _said(_TEXT, "str_replace: the text to replace, exactly as it stands in the file, once."),
-        "new_str": _said(_TEXT, "str_replace: the text that takes its place."),
-        "insert_line": _said(_WHOLE, "insert: the line to insert behind; 0 is the beginning of the file."),
-        "view_range": _said(_RANGE, "view: the first and the last line to show, from 1; -1 is the end."),
-    }
-    if name == "new_str":
-        changed["new_str"] = _said(_TEXT, "str_replace: the text that takes its place; insert: the text to insert.")
-    else:
-        changed[name] = _said(_TEXT, "insert: the text to insert.")
-    return changed
-
-
-def _text_editor(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
-    about = "View, create and edit text files. A folder is viewed as the list of what is in it."
-    undoes = ["undo_edit"] if version <= 20250124 else []
-    parameters = _object(
-        ["command", "path"],
-        command=_editing(*undoes),
-        path=_said(_TEXT, "The file or folder."),
-        **_inserted("insert_text" if version >= 20250728 else "new_str"),
-    )
-    most = tool.get("max_characters")
-    if isinstance(most, int) and version >= 20250728:
-        about += f" A view shows at most {most} characters."
-    return about, parameters
+    return "Run a command in a bash shell that stays open between calls.", _BASH
 
 
 def _memory(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
@@ -82,47 +90,36 @@ def _memory(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]
         "Read and write the files below /memories, which stay from one conversation to the next. View them before you "
         "begin a task."
     )
-    parameters = _object(
-        ["command"],
-        command=_editing("delete", "rename"),
-        path=_said(_TEXT, "The file or folder; needed by all but rename."),
-        **_inserted("insert_text"),
-        old_path=_said(_TEXT, "rename: the path as it is."),
-        new_path=_said(_TEXT, "rename: the path as it will be."),
-    )
-    return about, parameters
+    return about, _MEMORY
 
 
-_POINT = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
-_POINTER = ["key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click", "double_click",
-            "screenshot", "cursor_position"]  # fmt: skip
-_SINCE_2025 = ["left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait"]
+def _text_editor(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
+    about = "View, create and edit text files. A folder is viewed as the list of what is in it."
+    undoes = ("undo_edit",) if version <= 20250124 else ()
+    changed = _INSERTED if version >= 20250728 else _INSERTED_AS_NEW
+    path = _of(_TEXT, "The file or folder.")
+    most = tool.get("max_characters")
+    if isinstance(most, int) and version >= 20250728:
+        about += f" A view shows at most {most} characters."
+    return about, _object(["command", "path"], {"command": _one_of(*_EDITS, *undoes), "path": path, **changed})
 
 
 def _computer(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
-    about = (
-        f"Use the screen ({tool.get('display_width_px')} x {tool.get('display_height_px')} pixels), mouse and keyboard."
-    )
-    actions, more = list(_POINTER), {}
+    width, height = tool.get("display_width_px"), tool.get("display_height_px")
+    actions, more = [*_POINTER], {}
     if version >= 20250124:
         actions += _SINCE_2025
-        more = {
-            "start_coordinate": _said(_POINT, "left_click_drag: where it begins."),
-            "scroll_direction": {"type": "string", "enum": ["up", "down", "left", "right"]},
-            "scroll_amount": _said(_WHOLE, "scroll: clicks of the wheel."),
-            "duration": _said({"type": "number"}, "hold_key, wait: seconds."),
-        }
+        more = dict(_PARAMETERS_SINCE_2025)
     if version >= 20251124:
         actions.append("zoom")
-        more["region"] = {"type": "array", "items": _WHOLE, "minItems": 4, "maxItems": 4}
-    parameters = _object(
-        ["action"],
-        action={"type": "string", "enum": actions},
-        coordinate=_said(_POINT, "x and y in pixels."),
-        text=_said(_TEXT, "type: the text; key, hold_key: the keys."),
+        more["region"] = _REGION
+    properties = {
+        "action": _one_of(*actions),
+        "coordinate": _of(_RANGE, "x and y in pixels."),
+        "text": _of(_TEXT, "type: the text; key, hold_key: the keys."),
         **more,
-    )
-    return about, parameters
+    }
+    return f"Use the screen ({width} x {height} pixels), mouse and keyboard.", _object(["action"], properties)
 
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], int], tuple[str, dict[str, Any]]]] = {

@@ -16,7 +16,7 @@ from localllm.server.dialects.fields import HINTS
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.http.errors import anthropic_envelope
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -111,7 +111,6 @@ def frame_error(error: LocalLLMError) -> bytes:
 
 def message(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
     choice = collected.choices[0]
-    assert choice.outcome is not None
     content: list[dict[str, Any]] = []
     if choice.reasoning:
         content.append({"type": "thinking", "thinking": choice.reasoning, "signature": "localllm"})
@@ -164,13 +163,12 @@ def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
     off = (fields.thinking or {}).get("type") == "disabled"
     chat, skipped = messages.chat_request(fields, model.sampling_for("none" if off else None))
 
-    def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return message(collected, model)
-
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> MessageEvents:
-        return MessageEvents(outbox, model, progress)
-
-    return TranslatedRequest(chat, whole, writer, tuple(skipped))
+    return TranslatedRequest(
+        chat,
+        lambda collected, job: message(collected, model),
+        lambda outbox, job, progress: MessageEvents(outbox, model, progress),
+        tuple(skipped),
+    )
 
 
 MESSAGES = Route(

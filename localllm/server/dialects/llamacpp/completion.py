@@ -17,7 +17,7 @@ from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import RequestBody, SamplingFields
 from localllm.server.dialects.wire import quote, timings_body, token_logprob
 from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import fim_prompt, wants_bos
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -108,13 +108,11 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
             images=images,
         )
 
-    def answer(collected: ReplyCollector, job: GenerationJob) -> Any:
-        return whole(collected, model)
-
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> CompletionEvents:
-        return CompletionEvents(outbox, model)
-
-    return TranslatedRequest(job, answer, writer)
+    return TranslatedRequest(
+        job,
+        lambda collected, job: completions(collected, model),
+        lambda outbox, job, progress: CompletionEvents(outbox, model),
+    )
 
 
 async def _generation(fields: LlamaCppFields, model: ServedModel, engine: EngineClient) -> Generation:
@@ -205,24 +203,21 @@ def final(text: str, outcome: Outcome, usage: ReplyUsage, timings: Timings, mode
     }
 
 
-def whole(collected: ReplyCollector, model: ServedModel) -> Any:
+def completions(collected: ReplyCollector, model: ServedModel) -> Any:
     """The whole reply: one object, or a list of several choices."""
     bodies = []
     for i, choice in enumerate(collected.choices):
-        assert choice.outcome is not None
-        body = {**final(choice.text, choice.outcome, choice.outcome.usage, choice.outcome.timings, model), "index": i}
+        outcome = choice.outcome
+        body = {**final(choice.text, outcome, outcome.usage, outcome.timings, model), "index": i}
         if choice.logprobs:
-            body["completion_probabilities"] = probabilities(tuple(choice.logprobs))
+            body["completion_probabilities"] = probabilities(choice.logprobs)
         bodies.append(body)
     return bodies[0] if len(bodies) == 1 else bodies
 
 
-def probabilities(logprobs: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
-    return [
-        {
-            **token_logprob(p.text, p.logprob),
-            "id": p.token,
-            "top_logprobs": [{**token_logprob(t, lp), "id": i} for t, i, lp in p.top],
-        }
-        for p in logprobs
-    ]
+def probabilities(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    found = []
+    for p in logprobs:
+        top = [{**token_logprob(text, logprob), "id": token} for text, token, logprob in p.top]
+        found.append({**token_logprob(p.text, p.logprob), "id": p.token, "top_logprobs": top})
+    return found

@@ -71,7 +71,7 @@ async def slots(model: ServedModel) -> list[dict[str, Any]]:
     info = model.info
     if not model.loaded or info is None:
         return []
-    jobs: list[dict[str, Any]] = (await model.snapshot()).get("jobs", [])
+    jobs: list[dict[str, Any]] = (await model.worker.snapshot()).get("jobs", [])
     running = [j for j in jobs if j["state"] != "waiting"]
     waiting = [j for j in jobs if j["state"] == "waiting"]
     free = max(0, info.n_seq_max - len(running))

@@ -135,7 +135,7 @@ def _managing(router: APIRouter, server: Server) -> None:
         """Give a model's memory back. A 503 while it answers requests."""
         admins_only("unloading a model")
         fields, ignored = read(ModelFields, await read_json(request, server.settings))
-        await server.models.resolve(fields.model).unload()
+        await server.models.resolve(fields.model).worker.unload()
         return JSONResponse({"success": True}, headers=ignored_header(ignored))
 
     @router.get("/slots")

@@ -81,9 +81,9 @@ class JsonLines(ReplyWriter):
         self._outbox.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
-def whole(collected: ReplyCollector, model: str, shape: LineShape) -> dict[str, Any]:
+def answer(collected: ReplyCollector, model: str, shape: LineShape) -> dict[str, Any]:
+    """The whole answer, in one line."""
     choice = collected.choices[0]
-    assert choice.outcome is not None
     calls = [call(i, c.name, c.arguments) for i, c in enumerate(choice.calls)]
     body = {**shape.body(choice.text, choice.reasoning, calls), **_logprobs(choice.logprobs)}
     return {"model": model, "created_at": now(), **body, **done(choice.outcome, collected.usage, collected.timings)}
@@ -104,15 +104,11 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`logprobs`, where they were asked for."""
     if not tokens:
         return {}
-    return {
-        "logprobs": [
-            {
-                **token_logprob(t.text, t.logprob),
-                **({"top_logprobs": [token_logprob(a, p) for a, _, p in t.top]} if t.top else {}),
-            }
-            for t in tokens
-        ]
-    }
+    entries = []
+    for token in tokens:
+        top = [token_logprob(text, logprob) for text, _, logprob in token.top]
+        entries.append({**token_logprob(token.text, token.logprob), **({"top_logprobs": top} if top else {})})
+    return {"logprobs": entries}
 
 
 def done(outcome: Outcome, usage: ReplyUsage, timings: Timings) -> dict[str, Any]:

@@ -40,11 +40,11 @@ def model_details(model: ServedModel) -> dict[str, Any]:
     info = model.info
     return {
         "parent_model": "",
-        "format": str(model.details.get("format", "gguf")),
-        "family": info.architecture if info else str(model.details.get("architecture", "")),
+        "format": str(model.facts.details.get("format", "gguf")),
+        "family": info.architecture if info else str(model.facts.details.get("architecture", "")),
         "families": [info.architecture] if info else [],
         "parameter_size": f"{info.n_params / 1e9:.1f}B" if info else "",
-        "quantization_level": str(model.details.get("quant", "")),
+        "quantization_level": str(model.facts.details.get("quant", "")),
     }
 
 
@@ -54,7 +54,7 @@ def tag(model: ServedModel) -> dict[str, Any]:
         "name": model.name,
         "model": model.name,
         "modified_at": datetime.fromtimestamp(model.created_s, UTC).isoformat().replace("+00:00", "Z"),
-        "size": info.weights_bytes if info else int(model.details.get("bytes", 0)),
+        "size": info.weights_bytes if info else int(model.facts.details.get("bytes", 0)),
         "digest": digest(model),
         "details": model_details(model),
     }
@@ -62,7 +62,7 @@ def tag(model: ServedModel) -> dict[str, Any]:
 
 def digest(model: ServedModel) -> str:
     """SHA-256 of the model's file, or of its name if the file is unknown: `ollama list` needs twelve digits."""
-    known = model.details.get("digest")
+    known = model.facts.details.get("digest")
     found = known() if callable(known) else known
     return str(found or hashlib.sha256(model.name.encode()).hexdigest())
 
@@ -78,7 +78,7 @@ def _expires_at(model: ServedModel, idle_s: float) -> str:
     own_s = idle_s if model.worker.idle_s is None else model.worker.idle_s
     if not own_s or math.isinf(own_s):
         return "0001-01-01T00:00:00Z"
-    silent_s = 0.0 if model.in_use else asyncio.get_running_loop().time() - model.last_used_s
+    silent_s = 0.0 if model.worker.in_use else asyncio.get_running_loop().time() - model.worker.last_used_s
     expires = datetime.now(UTC) + timedelta(seconds=own_s - silent_s)
     return expires.isoformat().replace("+00:00", "Z")
 
@@ -86,7 +86,7 @@ def _expires_at(model: ServedModel, idle_s: float) -> str:
 def show(model: ServedModel, template: str) -> dict[str, Any]:
     """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks for."""
     info = model.info
-    read = model.details.get("header")
+    read = model.facts.details.get("header")
     header: dict[str, Any] = read() if callable(read) else {}
     architecture = info.architecture if info else header.get("architecture", "unknown")
     n_params = info.n_params if info else header.get("parameter_count")
@@ -119,5 +119,5 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
 def _parameters(model: ServedModel) -> list[str]:
     """The sampling defaults, one per line."""
     names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-    lines = [] if model.embeds else [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
+    lines = [] if model.facts.embeds else [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
     return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"] if model.served_n_ctx else lines

@@ -16,6 +16,13 @@ from localllm.server.models.served import ModelStore, StoreProgress
 _INTERVAL_S = 0.2
 _SHA256_DIGITS = 64
 _NAMED_DIGITS = 12
+# By the state of a download, where nothing is counted.
+_STATUS = {
+    "listing": "pulling manifest",
+    "verifying": "verifying sha256 digest",
+    "done": "writing manifest",
+    "waiting": "waiting for the hub",
+}
 
 Line = dict[str, Any]
 
@@ -30,24 +37,24 @@ class ModelPuller:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
 
-    async def pull(self, store: ModelStore, ref: str, say: Callable[[Line], None]) -> None:
-        """Download `ref`, reporting lines to `say`. If cancelled it stops, and the next call resumes. Raises what the store
+    async def pull(self, store: ModelStore, ref: str, report: Callable[[Line], None]) -> None:
+        """Download `ref`, reporting lines to `report`. If cancelled it stops, and the next call resumes. Raises what the store
         raises."""
         loop, left = asyncio.get_running_loop(), threading.Event()
-        told = _ProgressLines()
+        lines = _ProgressLines()
 
         def hear(progress: StoreProgress) -> None:
             if left.is_set():
                 raise _DisconnectedError
-            line = told.line(progress)
+            line = lines.line(progress)
             if line is not None:
-                loop.call_soon_threadsafe(say, line)
+                loop.call_soon_threadsafe(report, line)
 
         try:
             await loop.run_in_executor(self._thread, store.pull, ref, hear)
         finally:
             left.set()
-        say({"status": "success"})
+        report({"status": "success"})
 
 
 class _ProgressLines:
@@ -69,14 +76,9 @@ class _ProgressLines:
         return line
 
     def _words(self, progress: StoreProgress) -> Line:
-        if progress.state == "listing":
-            return {"status": "pulling manifest"}
-        if progress.state == "verifying":
-            return {"status": "verifying sha256 digest"}
-        if progress.state == "done":
-            return {"status": "writing manifest"}
-        if progress.state == "waiting":
-            return {"status": "waiting for the hub"}
+        status = _STATUS.get(progress.state)
+        if status is not None:
+            return {"status": status}
         if not self._digest:
             return {"status": "pulling"}
         return {

@@ -29,10 +29,9 @@ from localllm.server.dialects.ollama.requests import (
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import PreloadRequest, Route, mount, post, refusing
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import GenerationJob, PrefillProgress
+from localllm.server.generation.job import GenerationJob
 from localllm.server.http.accounts import admins_only
-from localllm.server.http.asgi import ignored_header, request_id
+from localllm.server.http.asgi import answer_headers, ignored_header
 from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
@@ -83,13 +82,13 @@ def _preload(fields: OllamaBody, model: ServedModel, shape: LineShape) -> Preloa
 def _translated(
     task: ChatRequest | JobFactory, model: ServedModel, shape: LineShape, ignored: list[str], keep_s: float | None
 ) -> TranslatedRequest:
-    def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return lines.whole(collected, model.name, shape)
-
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> lines.JsonLines:
-        return lines.JsonLines(outbox, model.name, shape)
-
-    return TranslatedRequest(task, whole, writer, tuple(ignored), keep_s=keep_s)
+    return TranslatedRequest(
+        task,
+        lambda collected, job: lines.answer(collected, model.name, shape),
+        lambda outbox, job, progress: lines.JsonLines(outbox, model.name, shape),
+        tuple(ignored),
+        keep_s=keep_s,
+    )
 
 
 CHAT = Route(
@@ -111,13 +110,29 @@ GENERATE = Route(
     hints=requests.HINTS,
 )
 
+EMBED = Route(
+    "/api/embed",
+    OllamaEmbed,
+    requests.translate_embed,
+    _OLLAMA,
+    "Turn texts into vectors",
+    hints=_EMBED_HINTS,
+)
+OLDER_EMBED = Route(
+    "/api/embeddings",
+    OllamaEmbeddings,
+    requests.translate_older_embed,
+    _OLLAMA,
+    "Turn one text into a vector: the older form",
+    hints=_EMBED_HINTS,
+)
+
 
 def routes(server: Server) -> APIRouter:
     router = APIRouter(tags=["Ollama"])
     mount(router, server, CHAT, GENERATE)
     _about_models(router, server)
-    _embeddings(router, server)
-
+    vectors.mount(router, server, EMBED, OLDER_EMBED)
     _managing(router, server)
     return router
 
@@ -129,7 +144,7 @@ def _managing(router: APIRouter, server: Server) -> None:
         admins_only("fetching a model")
         store = allowed(server.store)
         fields, ignored = read(OllamaPull, await read_json(request, server.settings), requests.HINTS)
-        name, headers = fields.wanted(), {**request_id(), **ignored_header(ignored)}
+        name, headers = fields.wanted(), answer_headers(ignored)
         if fields.stream is False:
             reported: list[dict[str, Any]] = []
             await unless_gone(request.receive, puller.pull(store, name, reported.append))
@@ -157,9 +172,9 @@ def _managing(router: APIRouter, server: Server) -> None:
             # Mapped files would keep their disk space; a model in use is not removed.
             model = await server.models.find(name)
             if model.loaded:
-                await model.unload()
+                await model.worker.unload()
         await asyncio.to_thread(store.remove, name)
-        return Response(headers={**request_id(), **ignored_header(ignored)})
+        return Response(headers=answer_headers(ignored))
 
     async def unsupported(request: Request) -> Response:
         raise UnsupportedError(
@@ -213,19 +228,3 @@ def _about_models(router: APIRouter, server: Server) -> None:
         return JSONResponse(body, headers=ignored_header(ignored))
 
     post(router, "/api/show", refusing(_OLLAMA, show), "One model's facts", body_of(OllamaManaged, "capabilities"))
-
-
-def _embeddings(router: APIRouter, server: Server) -> None:
-    async def answer(request: Request) -> Response:
-        fields, ignored = read(OllamaEmbed, await read_json(request, server.settings), _EMBED_HINTS)
-        model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, requests.translate_embed(fields, model), ignored)
-
-    async def answer_older(request: Request) -> Response:
-        fields, ignored = read(OllamaEmbeddings, await read_json(request, server.settings), _EMBED_HINTS)
-        model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, requests.translate_older_embed(fields, model), ignored)
-
-    post(router, "/api/embed", refusing(_OLLAMA, answer), "Turn texts into vectors", body_of(OllamaEmbed))
-    older = "Turn one text into a vector: the older form"
-    post(router, "/api/embeddings", refusing(_OLLAMA, answer_older), older, body_of(OllamaEmbeddings))

@@ -18,7 +18,7 @@ from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedF
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.collector import CollectedChoice, ReplyCollector, new_call_id
-from localllm.server.generation.job import GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -96,17 +96,16 @@ class ChatFields(ReasonedFields):
 def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
     """A chat, answered as chat.completion or its chunks."""
 
-    def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return chat_completion(collected, model.name)
-
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ChatChunks:
-        return ChatChunks(
-            outbox, model.name, n=job.choices, include_usage=wants_usage(fields.stream_options), compacted=job.compacted
-        )
-
     default = model.sampling_for(fields.effort(), fields.chat_template_kwargs)
     chat, ignored = chat_request(fields, default)
-    return TranslatedRequest(chat, whole, writer, tuple(ignored))
+    return TranslatedRequest(
+        chat,
+        lambda collected, job: chat_completion(collected, model.name),
+        lambda outbox, job, progress: ChatChunks(
+            outbox, model.name, n=job.choices, include_usage=wants_usage(fields.stream_options), compacted=job.compacted
+        ),
+        tuple(ignored),
+    )
 
 
 def chat_request(fields: ChatFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
@@ -132,25 +131,38 @@ def wants_usage(options: StreamOptions | None) -> bool:
     return bool(options and options.include_usage)
 
 
-class ChatChunks(ReplyWriter):
-    """Writes chat.completion.chunk events. The constant parts are made once: a token costs one JSON string."""
+class Chunks(ReplyWriter):
+    """Writes the events of OpenAI's streams. The constant parts are made once: a token costs one JSON string."""
 
-    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:
-        self._outbox, self._n, self._include_usage, self._compacted = outbox, n, include_usage, compacted
-        self.id = new_completion_id()
-        usage = ',"usage":null' if include_usage else ""
+    def __init__(self, outbox: Outbox, kind: str, chunk_id: str, model: str, *, include_usage: bool) -> None:
+        self._outbox, self._include_usage = outbox, include_usage
         self._head = (
-            f'data: {{"id":"{self.id}","object":"chat.completion.chunk","created":{int(time.time())},'
+            f'data: {{"id":"{chunk_id}","object":"{kind}","created":{int(time.time())},'
             f'"model":{quote(model)},"system_fingerprint":null'
         )
+        usage = ',"usage":null' if include_usage else ""
         self._tail = f"}}]{usage}}}\n\n"
+
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
+        if self._include_usage:
+            data = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
+            self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
+        self._outbox.write(f": cache {usage.cache_note}\ndata: [DONE]\n\n".encode())
+
+
+class ChatChunks(Chunks):
+    """Writes chat.completion.chunk events."""
+
+    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:
+        super().__init__(outbox, "chat.completion.chunk", new_completion_id(), model, include_usage=include_usage)
+        self._compacted = compacted
         self._openings = [f'{self._head},"choices":[{{"index":{i},"delta":{{' for i in range(n)]
         self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
 
     def start(self) -> None:
         if self._compacted:
             self._outbox.write(compacted_comment(self._compacted))
-        for i in range(self._n):
+        for i in range(len(self._openings)):
             self._send(i, '"role":"assistant","content":""')
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
@@ -178,12 +190,6 @@ class ChatChunks(ReplyWriter):
             f'{self._openings[choice]}}},"logprobs":null,"finish_reason":"{outcome.reason}"{self._tail}'.encode()
         )
 
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        if self._include_usage:
-            data = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
-            self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
-        self._outbox.write(f": cache {usage.cache_note}\ndata: [DONE]\n\n".encode())
-
     def _send(self, choice: int, delta: str) -> None:
         self._outbox.write(f"{self._openings[choice]}{delta}{self._closing}".encode())
 
@@ -202,7 +208,6 @@ def chat_completion(collected: ReplyCollector, model: str) -> dict[str, Any]:
 
 
 def _choice(index: int, choice: CollectedChoice) -> dict[str, Any]:
-    assert choice.outcome is not None
     message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning

@@ -15,10 +15,17 @@ from localllm.engine.messages import Timings, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import Constraint, Limit, SamplingFields, first_limit
-from localllm.server.dialects.openai.chat import ChatChunks, StreamOptions, chat_completion, usage_body, wants_usage
+from localllm.server.dialects.openai.chat import (
+    ChatChunks,
+    Chunks,
+    StreamOptions,
+    chat_completion,
+    usage_body,
+    wants_usage,
+)
 from localllm.server.dialects.wire import quote, timings_body, token_logprob
 from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, ReplyUsage
 from localllm.server.generation.prompt import fim_prompt, wants_bos
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -65,27 +72,22 @@ class CompletionFields(SamplingFields):
 
 def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
     """Raw text, answered as text_completion or its chunks."""
-    echo = bool(fields.echo)
-
-    def answer(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return whole(collected, job, model.name, echo=echo)
-
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> CompletionChunks:
-        return CompletionChunks(outbox, model.name, job, include_usage=wants_usage(fields.stream_options), echo=echo)
-
-    return TranslatedRequest(_task(fields, model), answer, writer)
+    return TranslatedRequest(
+        _task(fields, model),
+        lambda collected, job: text_completion(collected, job, model.name, echo=bool(fields.echo)),
+        lambda outbox, job, progress: CompletionChunks(
+            outbox, model.name, job, include_usage=wants_usage(fields.stream_options), echo=bool(fields.echo)
+        ),
+    )
 
 
 def translate_fill_in(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
     """Mistral's fill-in-the-middle: a completion with a suffix, answered like a chat."""
-
-    def answer(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return chat_completion(collected, model.name)
-
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> FillInChunks:
-        return FillInChunks(outbox, model.name, n=job.choices, include_usage=False)
-
-    return TranslatedRequest(_task(fields, model), answer, writer)
+    return TranslatedRequest(
+        _task(fields, model),
+        lambda collected, job: chat_completion(collected, model.name),
+        lambda outbox, job, progress: FillInChunks(outbox, model.name, n=job.choices, include_usage=False),
+    )
 
 
 def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
@@ -145,16 +147,11 @@ class FillInChunks(ChatChunks):
         super().end(usage, timings)
 
 
-class CompletionChunks(ReplyWriter):
+class CompletionChunks(Chunks):
     """Writes text_completion events; `echo` puts the prompt before each choice's answer."""
 
     def __init__(self, outbox: Outbox, model: str, job: GenerationJob, *, include_usage: bool, echo: bool) -> None:
-        self._outbox, self._include_usage = outbox, include_usage
-        self._head = (
-            f'data: {{"id":"{new_id()}","object":"text_completion","created":{int(time.time())},'
-            f'"model":{quote(model)},"system_fingerprint":null'
-        )
-        self._tail = f"}}]{',' + chr(34) + 'usage' + chr(34) + ':null' if include_usage else ''}}}\n\n"
+        super().__init__(outbox, "text_completion", new_id(), model, include_usage=include_usage)
         self._job, self._echo = job, echo
         self._tokens_end = [0] * job.choices
 
@@ -178,18 +175,11 @@ class CompletionChunks(ReplyWriter):
             f'"finish_reason":"{outcome.reason}"{self._tail}'.encode()
         )
 
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        if self._include_usage:
-            data = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
-            self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
-        self._outbox.write(f": cache {usage.cache_note}\ndata: [DONE]\n\n".encode())
 
-
-def whole(collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
+def text_completion(collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
     prompts = (job.prompt, *job.also)
     choices = []
     for i, choice in enumerate(collected.choices):
-        assert choice.outcome is not None
         text = f"{prompts[i // job.n]}{choice.text}" if echo else choice.text
         logprobs = logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
         choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.outcome.reason})

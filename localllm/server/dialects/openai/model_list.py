@@ -47,12 +47,12 @@ def entry(model: ServedModel) -> dict[str, Any]:
         "status": status(model),
         "meta": {"n_ctx": n_ctx},
     }
-    if not (model.embeds or model.ranks):
+    if not (model.facts.embeds or model.facts.ranks):
         drawn = model.sampling
         body["sampling"] = {name: getattr(drawn, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         body["has_system"] = bool(model.defaults.system)
-    if model.worker.facts.physics:
-        body["physics"] = dict(model.worker.facts.physics)
+    if model.facts.physics:
+        body["physics"] = dict(model.facts.physics)
     if model.worker.notice:
         body["notice"] = model.worker.notice
     if info is not None:
@@ -101,7 +101,9 @@ def openai_list(models: ModelRouter) -> dict[str, Any]:
         "object": "list",
         "data": [*(entry(m) for m in served), *(remote_entry(m) for m in remote)],
         "models": [
-            codex_entry(m.name, m.served_n_ctx, reasons="thinking" in m.capabilities) for m in served if not m.embeds
+            codex_entry(m.name, m.served_n_ctx, reasons="thinking" in m.capabilities)
+            for m in served
+            if not m.facts.embeds
         ],
     }
 

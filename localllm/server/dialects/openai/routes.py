@@ -5,21 +5,18 @@ from __future__ import annotations
 import base64
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi import APIRouter
 from pydantic import Field
 
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
-from localllm.server.dialects.fields import RequestBody, read
+from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.openai import chat, completions, model_list
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
-from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Route, mount, mount_prompt
 from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, Texts, cut, numbers
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.http.json_body import read_json
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server
 
@@ -42,29 +39,22 @@ class EmbeddingFields(RequestBody):
 def _translate_embedding(fields: EmbeddingFields, model: ServedModel) -> EmbeddingRequest:
 
     def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
-        shaped = [cut(row, fields.dimensions) for row in rows]
-        as_text = fields.encoding_format == "base64"
+        data = []
+        for i, row in enumerate(rows):
+            shaped = cut(row, fields.dimensions)
+            as_text = fields.encoding_format == "base64"
+            vector = base64.b64encode(shaped).decode() if as_text else numbers(shaped)
+            data.append({"object": "embedding", "index": i, "embedding": vector})
         return {
             "object": "list",
             "model": model.name,
-            "data": [
-                {
-                    "object": "embedding",
-                    "index": i,
-                    "embedding": base64.b64encode(row).decode() if as_text else numbers(row),
-                }
-                for i, row in enumerate(shaped)
-            ],
+            "data": data,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
 
-    return EmbeddingRequest(_inputs(fields.input), body)
-
-
-def _inputs(sent: Any) -> list[str | list[int]]:
-    if isinstance(sent, str) or (isinstance(sent, list) and sent and isinstance(sent[0], int)):
-        return [sent]
-    return list(sent)
+    sent: Any = fields.input
+    alone = isinstance(sent, str) or isinstance(sent[0], int)
+    return EmbeddingRequest([sent] if alone else list(sent), body)
 
 
 _KEYS = ("id", "choices", "usage")
@@ -95,6 +85,14 @@ FILL_IN = Route(
     _KEYS,
     aliases=("/fim/completions",),
 )
+EMBEDDINGS = Route(
+    "/v1/embeddings",
+    EmbeddingFields,
+    _translate_embedding,
+    EVENTS,
+    "Turn texts into vectors",
+    aliases=("/embeddings",),
+)
 
 
 def routes(server: Server) -> APIRouter:
@@ -119,12 +117,5 @@ def routes(server: Server) -> APIRouter:
     about = "The prompt that a conversation becomes"
     mount_prompt(router, server, "/apply-template", CHAT, about, lambda text, _: {"prompt": text})
 
-    @router.post("/v1/embeddings", response_model=None, openapi_extra=body_of(EmbeddingFields))
-    @router.post("/embeddings", response_model=None, include_in_schema=False)
-    async def embed(request: Request) -> Response:
-        """Turn texts into vectors."""
-        fields, ignored = read(EmbeddingFields, await read_json(request, server.settings))
-        model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, _translate_embedding(fields, model), ignored)
-
+    vectors.mount(router, server, EMBEDDINGS)
     return router

@@ -17,6 +17,8 @@ from localllm.server.generation.collector import ReplyCollector, new_call_id
 from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.http.streaming import Outbox
 
+# What an item consists of, by its type.
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _FUNCTION_CALL = ("function_call", "fc", "arguments")
 
 
@@ -125,7 +127,9 @@ class ResponseEvents(ReplyWriter):
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         if self._text_of is None:
             self._delta("response.function_call_arguments.delta", text, "")
-        elif data := self._text_of.feed(text):
+            return
+        data = self._text_of.feed(text)
+        if data:
             self._delta("response.custom_tool_call_input.delta", data, "")
 
     def finish(self, choice: int, outcome: Outcome) -> None:
@@ -163,12 +167,18 @@ class ResponseEvents(ReplyWriter):
         if kind == "message":
             self._begin({"type": "message", "id": _item_id("msg"), "status": "in_progress", "role": "assistant",
                          "content": []})  # fmt: skip
-            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         else:
             self._begin({"type": "reasoning", "id": _item_id("rs"), "status": "in_progress", "summary": [],
                          "content": []})  # fmt: skip
-            part = {"type": "reasoning_text", "text": ""}
-        self._event("response.content_part.added", {**self._place(), "content_index": 0, "part": part})
+        self._event("response.content_part.added", {**self._place(), "content_index": 0, "part": self._part(kind)})
+
+    def _part(self, kind: str) -> dict[str, Any]:
+        """An empty part of an item of that kind, with the log-probabilities there are."""
+        part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
+        if kind == "message":
+            part |= {"annotations": [], "logprobs": self._logprobs}
+            self._logprobs = []
+        return part
 
     def _begin(self, item: dict[str, Any]) -> None:
         self._open, self._pieces = item, []
@@ -187,18 +197,12 @@ class ResponseEvents(ReplyWriter):
         elif item["type"] == "custom_tool_call":
             item["input"] = text
             self._event("response.custom_tool_call_input.done", {**place, "input": text})
-        elif item["type"] == "message":
-            logprobs_body, self._logprobs = self._logprobs, []
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs_body}
-            item["content"] = [part]
-            self._event(
-                "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": logprobs_body}
-            )
-            self._event("response.content_part.done", {**place, "content_index": 0, "part": part})
         else:
-            part = {"type": "reasoning_text", "text": text}
+            part, event = self._part(item["type"]), f"response.{_PARTS[item['type']]}.done"
+            part["text"] = text
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
             item["content"] = [part]
-            self._event("response.reasoning_text.done", {**place, "content_index": 0, "text": text})
+            self._event(event, {**place, "content_index": 0, "text": text, **more})
             self._event("response.content_part.done", {**place, "content_index": 0, "part": part})
         self._event("response.output_item.done", {"output_index": place["output_index"], "item": item})
         self.body["output"].append(item)
@@ -235,7 +239,6 @@ class ResponseEvents(ReplyWriter):
 def replay(collected: ReplyCollector, response: ResponseEvents) -> dict[str, Any]:
     """The response object of a collected reply: made by the stream's own writer."""
     choice = collected.choices[0]
-    assert choice.outcome is not None
     if choice.reasoning:
         response.reasoning(0, choice.reasoning)
     if choice.text:

@@ -122,15 +122,9 @@ def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
             reasoning_text = ""
             messages.append(message)
         elif kind in ("function_call", "custom_tool_call"):
-            arguments = item.get("arguments") if kind == "function_call" else {INPUT: item.get("input")}
-            name = item.get("name")
-            name = flat_name(name, item.get("namespace")) if isinstance(name, str) else name
-            call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
-            last = messages[-1] if messages else None
-            if last is not None and last["role"] == "assistant":
-                last.setdefault("tool_calls", []).append(call)
-            else:
-                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append(_call(item, kind))
             if reasoning_text:
                 messages[-1]["reasoning_content"] = reasoning_text
                 reasoning_text = ""
@@ -139,11 +133,22 @@ def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
                 {"role": "tool", "tool_call_id": item.get("call_id"), "content": _output(item.get("output"))}
             )
         elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            reasoning_text = "\n".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
+            reasoning_text = _reasoning(item)
         else:
             skipped.append(f"input.{kind}")
     return messages
+
+
+def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    arguments = item.get("arguments") if kind == "function_call" else {INPUT: item.get("input")}
+    name = item.get("name")
+    name = flat_name(name, item.get("namespace")) if isinstance(name, str) else name
+    return {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    return "\n".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
 
 
 def _output(output: Any) -> Any:

@@ -21,11 +21,8 @@ from localllm.server.dialects.responses.store import (
 from localllm.server.dialects.responses.toolbox import Toolbox
 from localllm.server.dialects.route import COUNT, Route, event_number, mount, mount_prompt
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import GenerationJob, PrefillProgress
 from localllm.server.http.accounts import PerCaller
 from localllm.server.http.kept_streams import StreamGoneError
-from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server, TranslatedRequest
 
@@ -117,16 +114,10 @@ def translate(fields: ResponsesFields, model: ServedModel, store: ResponseStore,
 
     response = ResponseEvents(fields, model.name, toolbox, keep, silence_s)
 
-    def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return replay(collected, response)
-
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ResponseEvents:
-        return response.into(outbox, job.compacted)
-
     return TranslatedRequest(
         chat,
-        whole,
-        writer,
+        lambda collected, job: replay(collected, response),
+        lambda outbox, job, progress: response.into(outbox, job.compacted),
         tuple(dict.fromkeys(skipped)),
         frame_error=response.frame_error,
         keepalive=response.keepalive,

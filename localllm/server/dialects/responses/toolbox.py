@@ -7,6 +7,7 @@ instead of arguments, becomes a function with one string.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,10 @@ from localllm.errors import RequestError
 INPUT = "input"
 """The one argument of a custom tool."""
 _BETWEEN = "__"
+_OPENING = re.compile(r':[^"]*"')
+# Of a JSON string: characters and whole escapes. Half of a surrogate pair waits for what may be the other half.
+_ESCAPE = re.compile(r"\\(?:u[dD][89abAB].{8}|u(?![dD][89abAB]).{4}|[^u])", re.DOTALL)
+_COMPLETE = re.compile(rf'(?:[^"\\]++|{_ESCAPE.pattern})*+', re.DOTALL)
 _PAIRS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
@@ -143,52 +148,29 @@ class CustomInputReader:
     """Extracts the text of a custom call from its streamed arguments `{"input": "…"}`."""
 
     def __init__(self) -> None:
-        self._held = ""
-        self._inside = self._over = False
+        self._unread = ""
+        self._inside = False
 
     def feed(self, arguments: str) -> str:
         """Feed more of the arguments; returns the text they add."""
-        self._held += arguments
+        self._unread += arguments
         if not self._inside:
-            colon = self._held.find(":")
-            opening = self._held.find('"', colon + 1) if colon >= 0 else -1
-            if opening < 0:
+            opening = _OPENING.search(self._unread)
+            if opening is None:
                 return ""
-            self._inside, self._held = True, self._held[opening + 1 :]
-        return "" if self._over else self._text()
+            self._inside, self._unread = True, self._unread[opening.end() :]
+        complete = _COMPLETE.match(self._unread)
+        text = complete[0] if complete is not None else ""
+        # Behind the closing quote nothing is complete.
+        self._unread = self._unread[len(text) :]
+        return _ESCAPE.sub(_unescaped, text)
 
-    def _text(self) -> str:
-        said: list[str] = []
-        text, at = self._held, 0
-        while at < len(text):
-            char = text[at]
-            if char == '"':
-                self._over = True
-                break
-            if char != "\\":
-                end = min((i for i in (text.find('"', at), text.find("\\", at)) if i >= 0), default=len(text))
-                said.append(text[at:end])
-                at = end
-                continue
-            read, length = self._escape(text, at)
-            if not length:
-                break
-            said.append(read)
-            at += length
-        self._held = text[at:]
-        return "".join(said)
 
-    def _escape(self, text: str, at: int) -> tuple[str, int]:
-        """An escape's character and length; 0 while it is incomplete."""
-        if at + 1 >= len(text):
-            return "", 0
-        if text[at + 1] != "u":
-            return _PAIRS.get(text[at + 1], text[at + 1]), 2
-        # Half of a pair waits for the other half.
-        length = 12 if text[at + 2 : at + 4].lower() in ("d8", "d9", "da", "db") else 6
-        if len(text) < at + length:
-            return "", 0
-        try:
-            return json.loads(f'"{text[at : at + length]}"'), length
-        except ValueError:
-            return text[at], 1
+def _unescaped(escape: re.Match[str]) -> str:
+    sent = escape[0]
+    if sent[1] != "u":
+        return _PAIRS.get(sent[1], sent[1])
+    try:
+        return str(json.loads(f'"{sent}"'))
+    except ValueError:
+        return sent

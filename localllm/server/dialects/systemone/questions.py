@@ -25,6 +25,11 @@ def as_text(content: Content | None) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
+def _option(name: str, about: Content | None) -> str:
+    described = as_text(about)
+    return f"{name}: {described}" if described else name
+
+
 class _Question(BaseModel):
     """What every question has. `instructions` None: the criteria say it."""
 
@@ -40,8 +45,9 @@ class _Question(BaseModel):
         """Up to `most` orders to show the options in: turned around evenly, so that a full turn has each option once in
         every place."""
         n = len(self.options())
+        places = [*range(n)] * 2
         shifts = [i * n // min(most, n) for i in range(min(most, n))]
-        return [[(i + shift) % n for i in range(n)] for shift in shifts]
+        return [places[shift : shift + n] for shift in shifts]
 
     def text(self, order: Sequence[int], labels: Sequence[str]) -> str:
         """The question with its options in `order`, the first of them behind the first label."""
@@ -57,7 +63,7 @@ class ChoiceQuestion(_Question):
     criteria: Annotated[dict[str, Content | None], Field(min_length=1, max_length=MOST_OPTIONS)]
 
     def options(self) -> list[str]:
-        return [f"{name}: {said}" if (said := as_text(about)) else name for name, about in self.criteria.items()]
+        return [_option(name, about) for name, about in self.criteria.items()]
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
         """The answer's body."""
@@ -126,7 +132,7 @@ class NoulQuestion(_Question):
     def options(self) -> list[str]:
         about = self.criteria or NoulCriteria()
         named = (("Yes, true", about.true), ("No, false", about.false))
-        return [f"{name}: {said}" if (said := as_text(description)) else name for name, description in named]
+        return [_option(name, description) for name, description in named]
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
         """The answer's body."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -26,9 +26,9 @@ from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.accounts import admins_only, caller, salt_of
-from localllm.server.http.asgi import ignored_header, request_id
+from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json
-from localllm.server.http.streaming import unless_gone
+from localllm.server.http.streaming import unless_left
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server
 
@@ -82,14 +82,15 @@ def routes(server: Server) -> APIRouter:
                 raise UnsupportedError(f"{name} is not supported: send pictures as `images`", param=name)
         model = await _model(server, fields)
 
-        async def work() -> Mapping[str, Any]:
+        async def work() -> Response:
             with server.serving(model):
                 scores, spent, fingerprint = await _scores(server, model, fields, fields.orders)
             t = fields.temperature or temperature.kept(fingerprint)
             answers = {name: q.answer(temperature.softmax(scores[name], t)) for name, q in fields.questions.items()}
-            return {"model": model.name, "answers": answers, "temperature": t, "usage": spent.body()}
+            body = {"model": model.name, "answers": answers, "temperature": t, "usage": spent.body()}
+            return JSONResponse(body, headers=answer_headers(ignored))
 
-        return await _answered(request, work(), ignored)
+        return await unless_left(request, work())
 
     async def fit(request: Request) -> Response:
         fields, ignored = read(FitFields, await read_json(request, server.settings))
@@ -97,7 +98,7 @@ def routes(server: Server) -> APIRouter:
         right = [_right(i, example) for i, example in enumerate(fields.examples)]
         model = await _model(server, fields)
 
-        async def work() -> Mapping[str, Any]:
+        async def work() -> Response:
             examples: list[tuple[Sequence[float], int]] = []
             spent = Spent()
             with server.serving(model):
@@ -109,9 +110,9 @@ def routes(server: Server) -> APIRouter:
             temperature.keep(fingerprint, t, len(examples))
             losses = {"before": temperature.loss(examples, 1.0), "after": temperature.loss(examples, t)}
             found = {"model": model.name, "temperature": t, "examples": len(examples), "loss_nats": losses}
-            return {**found, "usage": spent.body()}
+            return JSONResponse({**found, "usage": spent.body()}, headers=answer_headers(ignored))
 
-        return await _answered(request, work(), ignored)
+        return await unless_left(request, work())
 
     about = (
         "Answer typed questions (choice, score, noul) about a state by the model's probabilities, without writing text"
@@ -127,9 +128,9 @@ async def _model(server: Server, fields: RequestBody) -> ServedModel:
     if fields.stream:
         raise UnsupportedError("decisions come in one piece: there is nothing to stream", param="stream")
     model = await server.models.find(fields.model)
-    if model.embeds or model.ranks:
+    if model.facts.embeds or model.facts.ranks:
         raise CannotDecideError(
-            f"{model.name} {'embeds' if model.embeds else 'ranks'} texts: it has no next token to read a decision from",
+            f"{model.name} {'embeds' if model.facts.embeds else 'ranks'} texts: it has no next token to read a decision from",
             hint="name a chat model",
             param="model",
         )
@@ -148,18 +149,13 @@ def _right(i: int, example: _Example) -> dict[str, int]:
     return found
 
 
-async def _answered(request: Request, work: Coroutine[Any, Any, Mapping[str, Any]], ignored: Sequence[str]) -> Response:
-    found = await unless_gone(request.receive, work)
-    if found is None:
-        return Response(status_code=499)
-    return JSONResponse(found, headers={**request_id(), **ignored_header(ignored)})
-
-
 async def _scores(
     server: Server, model: ServedModel, asked: SystemOneFields | _Example, orders: int
 ) -> tuple[dict[str, list[float]], Spent, str]:
     """What the model thinks of each question's options, as log-odds; what that cost, and the model's fingerprint."""
-    shown = [(name, order) for name, q in asked.questions.items() for order in q.orders(orders)]
+    shown: list[tuple[str, list[int]]] = []
+    for name, question in asked.questions.items():
+        shown += [(name, order) for order in question.orders(orders)]
     if len(shown) > _MOST_FORKS:
         raise RequestError(f"{len(shown)} questions and orders; {_MOST_FORKS} are answered at once", param="questions")
 
@@ -168,32 +164,38 @@ async def _scores(
 
     generation = Generation(ignore_eos=True, tenant=caller().name, salt=salt_of(""))
 
-    async def forked() -> tuple[list[list[float]], Spent, str]:
+    async def ask() -> tuple[list[list[float]], Spent, str]:
         engine = await model.engine()
         if asked.images and not engine.info.vision:
             raise CannotDecideError(f"{model.name} reads text only, not images", param="images")
 
         async def render(text: str) -> GenerationJob:
-            content = _ASK.format(state=as_text(asked.state)) + text + _CHOOSE
-            # Each by itself: the images are asked about, though an answer has begun behind them.
-            said = normalise([{"role": "user", "content": content, "images": asked.images}])
-            said += normalise([{"role": "assistant", "content": BEGUN}])
-            options = ResponseOptions(effort="none")
-            return await server.job(ChatRequest(said, generation, options), model, engine)
+            return await server.job(_chat(asked, text, generation), model, engine)
 
         found, spent = await Forks(engine, render, generation).log_probabilities(texts, [len(o) for _, o in shown])
         return found, spent, engine.info.fingerprint
 
     try:
-        told, spent, fingerprint = await forked()
+        answered, spent, fingerprint = await ask()
     except WorkerDiedError:
-        told, spent, fingerprint = await forked()
+        answered, spent, fingerprint = await ask()
     sums = {name: [0.0] * len(q.options()) for name, q in asked.questions.items()}
-    for (name, order), found in zip(shown, told, strict=True):
-        whole = math.log(sum(map(math.exp, found)))
+    for (name, order), found in zip(shown, answered, strict=True):
+        total = math.log(sum(map(math.exp, found)))
         for option, p in zip(order, found, strict=True):
             # The mean of logarithms: what a place adds to whatever stands in it cancels over a full turn (Zheng et al.,
             # "LLMs are not robust multiple choice selectors", ICLR 2024).
-            sums[name][option] += p - whole
+            sums[name][option] += p - total
     counts = Counter(name for name, _ in shown)
-    return {name: [s / counts[name] for s in scores] for name, scores in sums.items()}, spent, fingerprint
+    for name, scores in sums.items():
+        sums[name] = [score / counts[name] for score in scores]
+    return sums, spent, fingerprint
+
+
+def _chat(asked: SystemOneFields | _Example, question: str, generation: Generation) -> ChatRequest:
+    """The conversation in which the model is about to answer a question's text with a label."""
+    content = _ASK.format(state=as_text(asked.state)) + question + _CHOOSE
+    # Each by itself: the images are asked about, though an answer has begun behind them.
+    messages = normalise([{"role": "user", "content": content, "images": asked.images}])
+    messages += normalise([{"role": "assistant", "content": BEGUN}])
+    return ChatRequest(messages, generation, ResponseOptions(effort="none"))
