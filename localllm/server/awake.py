@@ -38,7 +38,8 @@ def holding_command(
 
 
 class Awake:
-    """`began` and `ended` for each request, on the server's event loop; `command` holds the machine awake (() = nothing does)."""
+    """`request_started` and `request_ended` for each request, on the server's event loop; `command` holds the machine awake
+    (() = nothing does)."""
 
     def __init__(self, command: tuple[str, ...], *, after_s: float = _HOLD_AFTER_S) -> None:
         self._command, self._after_s = command, after_s
@@ -52,13 +53,13 @@ class Awake:
         """For this machine, where it is `wanted` and can be had."""
         return cls(holding_command(sys.platform, shutil.which, os.environ) if wanted else ())
 
-    def began(self) -> None:
+    def request_started(self) -> None:
         """One request more runs."""
         self._running += 1
         if self._command and self._holding is None:
             self._holding = asyncio.get_running_loop().create_task(self._hold())
 
-    def ended(self) -> None:
+    def request_ended(self) -> None:
         """One request less runs; after the last one the machine may sleep."""
         self._running -= 1
         if not self._running and self._holding is not None:

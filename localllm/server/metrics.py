@@ -30,7 +30,7 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
     """The page: of a key with a name what it has used, for others all. Does not load a model that is not loaded. `power`:
     figures of what the machine uses, by their names; those that end in _total are counters."""
     if not caller().admin:
-        return "\n".join(used_lines(server.accounts.seen_by(caller()))) + "\n"
+        return "\n".join(used_lines(server.accounts.visible_to(caller()))) + "\n"
     snapshots = {worker.name: await worker.snapshot() for worker in server.models.workers()}
     loaded = [(labels(model=name), int(bool(snapshot))) for name, snapshot in snapshots.items()]
     lines = [
@@ -40,7 +40,7 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
         *_plain(snapshots),
         *_recomputed(snapshots),
         *_pressure(snapshots),
-        *used_lines(server.accounts.seen_by(caller())),
+        *used_lines(server.accounts.visible_to(caller())),
     ]
     for name, value in power.items():
         lines += metric(name, "counter" if name.endswith("_total") else "gauge", [("", f"{value:.3f}")])

@@ -144,7 +144,7 @@ class Server:
             grammar, loose = await _enforceable(task.options.grammar)
             task = replace(task, options=replace(task.options, grammar=grammar))
             task = with_defaults(task, model.defaults)
-            job = await chat_job(task, model, engine, self.reasoning.mine(), self.counts)
+            job = await chat_job(task, model, engine, self.reasoning.current(), self.counts)
         else:
             job = await task(engine)
             grammar, loose = await _enforceable(job.answer.grammar)
@@ -166,7 +166,7 @@ class Server:
         last request, where a client that may unload it says so."""
         self.requests += 1
         self.active += 1
-        self.awake.began()
+        self.awake.request_started()
         try:
             with model.lease():
                 if keep_s is not None and caller().admin:
@@ -174,7 +174,7 @@ class Server:
                 yield
         finally:
             self.active -= 1
-            self.awake.ended()
+            self.awake.request_ended()
 
     async def _generate(
         self,
@@ -218,7 +218,7 @@ class Server:
             return
         for choice in collected.choices:
             calls = [(call.name, call.arguments) for call in choice.begun_calls]
-            self.reasoning.mine().remember(job.asked, choice.text, calls, choice.reasoning)
+            self.reasoning.current().remember(job.asked, choice.text, calls, choice.reasoning)
 
 
 async def _enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:

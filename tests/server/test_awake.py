@@ -53,12 +53,12 @@ def test_it_is_held_from_the_first_request_to_the_end_of_the_last(tmp_path: Path
     async def scene() -> None:
         awake = Awake((sys.executable, "-c", HOLD, str(file)), after_s=0.0)
         for _ in range(2):
-            awake.began()
-            awake.began()
+            awake.request_started()
+            awake.request_started()
             await said(file, "held")
-            awake.ended()
+            awake.request_ended()
             assert file.read_text() == "held", "one request still runs"
-            awake.ended()
+            awake.request_ended()
             await said(file, "let go")
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
@@ -72,8 +72,8 @@ def test_short_requests_start_nothing(tmp_path: Path) -> None:
     async def scene() -> None:
         awake = Awake((sys.executable, "-c", HOLD, str(file)), after_s=60.0)
         for _ in range(100):
-            awake.began()
-            awake.ended()
+            awake.request_started()
+            awake.request_ended()
 
     asyncio.run(scene())
     assert not file.exists()
@@ -84,9 +84,9 @@ def test_where_nothing_can_hold_it_requests_run_all_the_same(command: tuple[str,
     async def scene() -> None:
         awake = Awake(command, after_s=0.0)
         for _ in range(3):
-            awake.began()
+            awake.request_started()
             await asyncio.to_thread(int)
-            awake.ended()
+            awake.request_ended()
             if others := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(others)
 
@@ -99,7 +99,7 @@ def test_it_is_let_go_with_the_process(tmp_path: Path) -> None:
         "import asyncio, os, sys, pathlib\n"
         "from localllm.server.awake import Awake\n"
         "async def scene():\n"
-        "    Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), after_s=0.0).began()\n"
+        "    Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), after_s=0.0).request_started()\n"
         "    while not pathlib.Path(sys.argv[2]).exists(): await asyncio.sleep(0.01)\n"
         "    os._exit(9)\n"
         "asyncio.run(scene())\n"

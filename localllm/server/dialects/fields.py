@@ -184,11 +184,6 @@ class ReasoningFields(BaseModel):
         return "none" if self.enabled is False else self.effort
 
 
-def limit_of(budget: int | None) -> int | None:
-    """A reasoning budget as a limit; -1 is none."""
-    return None if budget is None or budget < 0 else budget
-
-
 class LoopFields(BaseModel):
     """`repetition_detection`: ends an answer that repeats one pattern."""
 
@@ -383,11 +378,11 @@ class ReasonedFields(SamplingFields):
         """The reasoning budget, by the first of its names that is sent; None = no limit."""
         named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
         sent = (self.reasoning.max_tokens if self.reasoning else None, *named, self.reasoning_budget_tokens)
-        return limit_of(next((n for n in sent if n is not None), None))
+        return first_limit(*sent)
 
 
 def first_limit(*sent: int | None) -> int | None:
-    """The first limit that was sent; None = the remaining window, which a negative one asks for."""
+    """The first limit that was sent; None = no limit, which a negative one asks for."""
     value = next((n for n in sent if n is not None), None)
     return None if value is None or value < 0 else value
 

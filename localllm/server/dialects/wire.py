@@ -54,11 +54,11 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
     }
 
 
-def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
-    return {
-        **token_logprob(p.text, p.logprob),
-        "top_logprobs": [token_logprob(t, lp) for t, _, lp in p.top],
-    }
+def logprob_entry(p: TokenLogprob, *, ids: bool = False) -> dict[str, Any]:
+    """A token with its alternatives; with `ids` also by their numbers."""
+    own = {"id": p.token} if ids else {}
+    top = [{**token_logprob(text, logprob), **({"id": token} if ids else {})} for text, token, logprob in p.top]
+    return {**token_logprob(p.text, p.logprob), **own, "top_logprobs": top}
 
 
 def token_logprob(text: str, logprob: float) -> dict[str, Any]:

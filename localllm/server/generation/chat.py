@@ -45,9 +45,9 @@ async def chat_job(
         return await build_prompt(template, remaining, chat.options, engine.tokenize, controls)
 
     if chat.compaction:
-        prompt, shortened = await fit_to_context(engine, template, messages, render, chat.generation.max_tokens, counts)
+        prompt, compacted = await fit_to_context(engine, template, messages, render, chat.generation.max_tokens, counts)
     else:
-        prompt, shortened = await render(messages), None
+        prompt, compacted = await render(messages), ""
     generation, ignored = chat.generation, (*prompt.ignored, *attached.ignored, *chat.omitted)
     if generation.thinking_tokens is not None and prompt.answer.reply.think is None:
         # This model has no reasoning to limit.
@@ -61,7 +61,7 @@ async def chat_job(
         images={mark: file for mark, file in attached.files.items() if mark in prompt.text},
         ignored=ignored,
         normalised=normalised,
-        compacted="" if shortened is None else str(shortened),
+        compacted=compacted,
         asked=chat.messages[-1]["content"] if prompt.answer.reply.think is not None else None,
     )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
+from localllm.server.http.asgi import new_id
 
 
 @dataclass
@@ -73,7 +73,7 @@ class ReplyCollector(ReplyWriter):
         self._inner.reasoning(choice, text)
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        self._choices[choice].begun_calls.append(CollectedCall(new_call_id(), name))
+        self._choices[choice].begun_calls.append(CollectedCall(new_id("call_"), name))
         self._inner.call_start(choice, index, name)
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
@@ -87,8 +87,3 @@ class ReplyCollector(ReplyWriter):
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         self.usage, self.timings = usage, timings
         self._inner.end(usage, timings)
-
-
-def new_call_id() -> str:
-    """An id for a tool call, unique over all replies."""
-    return "call_" + secrets.token_hex(12)

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -28,17 +27,6 @@ _PROBE = "zqx"
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], Awaitable[Prompt]]
-
-
-@dataclass(frozen=True, slots=True)
-class Compaction:
-    """What compaction removed: messages, and tokens of the prompt."""
-
-    messages: int
-    tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.messages} messages, {self.tokens} tokens"
 
 
 class TokenCounts:
@@ -65,18 +53,18 @@ async def fit_to_context(
     render: Render,
     max_tokens: int | None,
     counts: TokenCounts,
-) -> tuple[Prompt, Compaction | None]:
+) -> tuple[Prompt, str]:
     """The prompt for `messages`, without the oldest if they do not fit beside an answer of `max_tokens` (at most a
-    quarter of the context is reserved for it). Raises ContextLengthError with the counts."""
+    quarter of the context is reserved for it), and how much was left out. Raises ContextLengthError with the counts."""
     n_ctx = engine.info.n_ctx
     most = n_ctx // _ANSWER_SHARE
     budget = n_ctx - max(1, most if max_tokens is None else min(max_tokens, most))
     prompt = await render(messages)
     if len(prompt.text.encode()) < budget:  # a token has at least one byte
-        return prompt, None
+        return prompt, ""
     whole = await _size(engine, prompt)
     if whole <= budget:
-        return prompt, None
+        return prompt, ""
     head = list(takewhile(lambda m: m["role"] == "system", messages))
     fixed = await _size(engine, await render([*head, {"role": "user", "content": _PROBE}]))
     costs = await _costs(engine, template, messages, counts)
@@ -101,7 +89,7 @@ async def fit_to_context(
             param="messages",
             counts=(size, n_ctx),
         )
-    return prompt, Compaction(len(kept.dropped), whole - size) if kept.dropped else None
+    return prompt, f"{len(kept.dropped)} messages, {whole - size} tokens" if kept.dropped else ""
 
 
 async def _size(engine: EngineClient, prompt: Prompt) -> int:

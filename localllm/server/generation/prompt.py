@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from localllm.conversation import tools as tool_formats
@@ -17,9 +18,10 @@ from localllm.conversation.tools.base import GrammarTrigger, Tool, ToolFormat
 from localllm.conversation.tools.constraints import answer_or_call, forced, framed_answer, triggers_of
 from localllm.conversation.tools.prompt import Choice, with_instruction
 from localllm.conversation.tools.schemas import constrainable
+from localllm.engine.messages import Generation
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.generation.job import AnswerPlan
+from localllm.server.generation.job import AnswerPlan, GenerationJob
 from localllm.server.http.json_body import worked
 from localllm_backends.contract import ModelInfo
 from localllm_backends.control_text import ControlTexts, without_marks
@@ -249,7 +251,7 @@ def _with_tools(
         calls = triggers_of(style, source, tools)
     # Prompted for the default format, a model may still use the one it was trained on.
     own = tool_formats.format_for(source)
-    readers = {m: f.reader for f in (own, style) for m in f.markers}
+    readers = {**dict.fromkeys(own.markers, own.reader), **dict.fromkeys(style.markers, style.reader)}
     reply = replace(
         reply,
         call_markers=list(readers),
@@ -264,6 +266,30 @@ def _with_tools(
 def wants_bos(info: ModelInfo, text: str) -> bool:
     """Whether the engine must prepend BOS: the model wants one and the template did not write it."""
     return info.adds_bos and not (info.bos_text and text.startswith(info.bos_text))
+
+
+async def text_job(
+    engine: EngineClient,
+    prompts: Sequence[str | list[int]],
+    generation: Generation,
+    grammar: tuple[str, str] | None,
+    *,
+    suffix: str | None = None,
+    n: int = 1,
+) -> GenerationJob:
+    """The job of raw `prompts`, texts or token ids; with a `suffix` the first is what stands before a gap."""
+    first, *also = prompts
+    if suffix:
+        assert isinstance(first, str)
+        first = await fim_prompt(engine, first, suffix, answer_tokens=generation.max_tokens)
+    return GenerationJob(
+        prompt=first,
+        generation=generation,
+        answer=AnswerPlan(grammar=grammar),
+        also=tuple(also),
+        add_bos=isinstance(first, str) and wants_bos(engine.info, first),
+        n=n,
+    )
 
 
 async def fim_prompt(
@@ -313,7 +339,7 @@ async def _files(engine: EngineClient, extra: Sequence[tuple[str, str]], room: i
             break
         room -= len(part)
         parts.append(part)
-    context = [t for part in reversed(parts) for t in part]
+    context = [*chain.from_iterable(reversed(parts))]
     if context and "sep" in fim:
         current = await engine.tokenize("filename\n", special=False)
         context = [*context, fim["sep"], *current] if room > len(current) + 1 else context

@@ -46,7 +46,7 @@ class VisibleTokens:
             piece = self._decoder.decode(token.text.encode("utf-8", "surrogateescape"))
             if not piece:
                 continue
-            left = _left_of(text, piece)
+            left = _unmatched(text, piece)
             if left is None:
                 self._drop_halves()
                 continue
@@ -59,7 +59,7 @@ class VisibleTokens:
         return tuple(taken)
 
 
-def _left_of(text: str, piece: str) -> tuple[str, str] | None:
+def _unmatched(text: str, piece: str) -> tuple[str, str] | None:
     """What is left of a text that begins with `piece`, or of a `piece` that begins with the text; None where neither does.
     Blanks before a piece may not be shown."""
     for form in (piece, piece.lstrip()):

@@ -188,7 +188,7 @@ class PerCaller(Generic[T]):
         self._make = make
         self._of: Recent[str, T] = Recent(_MOST_CALLERS)
 
-    def mine(self) -> T:
+    def current(self) -> T:
         """The current caller's."""
         name = caller().name
         found = self._of.get(name)
@@ -244,7 +244,7 @@ class Accounts:
         made = Account(f"{account.name}/{name}", admin=admin == "1", share_cache="" if scope == "-" else scope)
         return self._delegated.put((account.name, sent), made)
 
-    def seen_by(self, account: Account) -> list[Account]:
+    def visible_to(self, account: Account) -> list[Account]:
         """The named accounts whose usage `account` may see: its own, or all for an admin."""
         named = [a for _, a in self._keys if a.name]
         return named if account.admin else [a for a in named if a is account]
@@ -254,7 +254,7 @@ class Accounts:
         out = io.StringIO()
         rows = csv.writer(out, lineterminator="\n")
         rows.writerow(("key", "requests", "refused", "prompt_tokens", "cached_tokens", "completion_tokens", "running"))
-        for a in self.seen_by(account):
+        for a in self.visible_to(account):
             u = a.used
             rows.writerow(
                 (a.name, u.requests, u.refused, u.prompt_tokens, u.cached_tokens, u.completion_tokens, a.active)

@@ -26,6 +26,11 @@ _MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
+def new_id(kind: str) -> str:
+    """An id that is unique over all answers, behind `kind`."""
+    return kind + secrets.token_hex(12)
+
+
 def request_id() -> dict[str, str]:
     return {"x-request-id": "req_" + secrets.token_hex(8)}
 

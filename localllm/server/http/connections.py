@@ -36,7 +36,7 @@ class Connections:
         self._strangers: dict[bool, dict[Connection, None]] = {True: {}, False: {}}
         self._known: dict[Connection, None] = {}
 
-    def come(self, new: Connection) -> None:
+    def add(self, new: Connection) -> None:
         """Count `new` as a stranger; close another one where there are too many."""
         strangers = self._strangers[new.local]
         if len(strangers) >= self.settings.max_unknown_connections:
@@ -47,7 +47,7 @@ class Connections:
                 oldest.end()
         strangers[new] = None
 
-    def known(self, connection: Connection) -> bool:
+    def admit(self, connection: Connection) -> bool:
         """Move a stranger whose request was let in to the known; False where all of them are busy."""
         if connection in self._known:
             return True
@@ -60,16 +60,16 @@ class Connections:
         self._known[connection] = None
         return True
 
-    def used(self, connection: Connection) -> None:
+    def touch(self, connection: Connection) -> None:
         """It has answered: of the known, the one that has rested the longest is closed first."""
         if connection in self._known:
             self._known[connection] = self._known.pop(connection)
 
-    def gone(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         self._strangers[connection.local].pop(connection, None)
         self._known.pop(connection, None)
 
-    def is_known(self, connection: Connection) -> bool:
+    def has_admitted(self, connection: Connection) -> bool:
         return connection in self._known
 
 
@@ -103,7 +103,7 @@ class Connection(H11Protocol):
             await inner(scope, receive, send)
 
         self.app = admitting
-        self.all.come(self)
+        self.all.add(self)
         self._close_in(self.all.settings.header_timeout_s)
 
     @property
@@ -122,7 +122,7 @@ class Connection(H11Protocol):
 
     def end(self) -> None:
         """Close it now. It no longer counts."""
-        self.all.gone(self)
+        self.all.remove(self)
         if not self.transport.is_closing():
             self.transport.close()
 
@@ -182,22 +182,22 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         answered = self.cycle
         super().on_response_complete()
-        self.all.used(self)
+        self.all.touch(self)
         if self._half and self.cycle is answered:  # it asks for nothing more
             self.transport.close()
         if self.cycle is answered and not self.transport.is_closing():
             self._in_headers = False
             limits = self.all.settings
-            self._close_in(limits.idle_timeout_s if self.all.is_known(self) else limits.idle_unknown_timeout_s)
+            self._close_in(limits.idle_timeout_s if self.all.has_admitted(self) else limits.idle_unknown_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
-        self.all.gone(self)
+        self.all.remove(self)
         super().connection_lost(exc)
 
     def _admit(self) -> bool:
         """The gate lets this connection's request in; False where there is no place."""
-        return self.all.known(self)
+        return self.all.admit(self)
 
     def _close_in(self, seconds: float) -> None:
         self._stop_deadline()

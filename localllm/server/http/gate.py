@@ -168,7 +168,7 @@ def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
         return True
     length = headers.get(b"content-length")
     empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
-    return (kind in (b"", _FORM) and not _of_a_page(headers)) or (kind == b"" and empty)
+    return (kind in (b"", _FORM) and not _from_page(headers)) or (kind == b"" and empty)
 
 
 def _always() -> bool:
@@ -176,7 +176,7 @@ def _always() -> bool:
     return True
 
 
-def _of_a_page(headers: dict[bytes, bytes]) -> bool:
+def _from_page(headers: dict[bytes, bytes]) -> bool:
     """True for a request from a browser page, which always has one of these headers."""
     return any(name in (b"origin", b"referer") or name.startswith(b"sec-fetch-") for name in headers)
 

@@ -41,8 +41,8 @@ Made = TypeVar("Made")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def unpack(body: bytes, encoding: str, limit_bytes: int, look: Callable[[], object] = lambda: None) -> bytes:
-    """`body` decoded; at most `limit_bytes` are ever held. `look` is called between pieces.
+def unpack(body: bytes, encoding: str, limit_bytes: int, between_pieces: Callable[[], object] = lambda: None) -> bytes:
+    """`body` decoded; at most `limit_bytes` and a piece are ever held. `between_pieces` is called between them.
 
     Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError for broken data."""
     wbits = _window_bits(body, encoding)
@@ -58,7 +58,7 @@ def unpack(body: bytes, encoding: str, limit_bytes: int, look: Callable[[], obje
                 if size > limit_bytes:
                     raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
                 pieces.append(piece)
-                look()
+                between_pieces()
         except zlib.error:
             raise RequestError(f"the body is not what its Content-Encoding says ({encoding})") from None
         if not unpacker.eof:
@@ -239,14 +239,14 @@ def _large(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:
             raise BodyTooLargeError(f"the body holds more than {_MOST_VALUES:,} values")
 
     with Turns(settings.body_work_s, late) as turns:
-        raw = unpack(body, encoding, settings.max_body_bytes, turns.look)
-        turns.look()
+        raw = unpack(body, encoding, settings.max_body_bytes, turns.give_turn)
+        turns.give_turn()
         clean = None
         for start in range(0, len(raw), _PIECE_BYTES):
             if _may_hold_surrogates(raw[start : start + _PIECE_BYTES + 2]):
                 clean = _without_surrogates
                 break
-            turns.look()
+            turns.give_turn()
         decoder = SlicedDecoder(turns, count, clean, _refuse_constant)
         return JsonBody(raw, _object(lambda: decoder.decode(_text(raw))))
 
@@ -258,16 +258,17 @@ def _text(raw: bytes) -> str:
 
 async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    raw = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-    raw += [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": data})
+    await _send_body(send, status, data, {"content-type": "application/json", **(headers or {})})
 
 
 async def send_text(send: Send, text: str, content_type: str) -> None:
-    data = text.encode()
-    raw = [(b"content-type", content_type.encode("latin-1")), (b"content-length", str(len(data)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": raw})
+    await _send_body(send, 200, text.encode(), {"content-type": content_type})
+
+
+async def _send_body(send: Send, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+    sized = {**headers, "content-length": str(len(data))}
+    raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in sized.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": data})
 
 

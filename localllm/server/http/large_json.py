@@ -32,7 +32,7 @@ _Scan = Callable[[str, int], tuple[Any, int]]
 
 
 class Turns:
-    """A block of work that gives way to others whenever it is asked to `look` and its slice is over.
+    """A block of work that gives way to others whenever it is asked to `give_turn` and its slice is over.
 
     `late` is called, and must raise, once `most_s` seconds of work have been spent."""
 
@@ -48,7 +48,7 @@ class Turns:
     def __exit__(self, *_: object) -> None:
         _TURN.release()
 
-    def look(self) -> None:
+    def give_turn(self) -> None:
         worked_s = time.monotonic() - self._began_s
         if worked_s < _SLICE_S:
             return
@@ -90,7 +90,7 @@ class SlicedDecoder(json.JSONDecoder):
             self._values += 1
             if self._values % _VALUES_A_LOOK == 0:
                 self._count(self._depth, self._containers, self._values)
-                self._turns.look()
+                self._turns.give_turn()
             if text[start : start + 1] in _NUMBER_STARTS and _LONG_NUMBER.match(text, start):
                 raise ValueError("a number is too long")
             return scan(text, start)
@@ -155,7 +155,7 @@ class SlicedDecoder(json.JSONDecoder):
                     pieces[-1], piece = pieces[-1][:-1] + pair, piece[1:]
                 if piece:
                     pieces.append(piece)
-                self._turns.look()
+                self._turns.give_turn()
         except json.JSONDecodeError:
             return "", begin
         return "".join(pieces), end + 1

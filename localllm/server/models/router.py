@@ -15,7 +15,7 @@ from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from localllm.server.models.served import InstalledModels
 from localllm.server.models.served import ServedModel as ServedModel
 from localllm.server.models.worker import ModelAdmission, ModelWorker
-from localllm.server.proxy.upstreams import Upstreams
+from localllm.server.proxy.upstreams import RemoteModel, Upstreams
 
 log = logging.getLogger("localllm.server")
 # Suffixes that clients add without meaning another model.
@@ -26,6 +26,7 @@ _MAX_LISTED = 20
 # `list` is a method below.
 Models: TypeAlias = list[ServedModel]
 Workers: TypeAlias = list[ModelWorker]
+RemoteModels: TypeAlias = list[RemoteModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,12 @@ class ModelRouter:
             *self._models.values(),
             *(self._installed_models.models() if self._installed_models is not None else ()),
         ]
+
+    def elsewhere(self) -> RemoteModels:
+        """The models of upstreams whose names no model here has."""
+        here = {model.name.lower() for model in self.list()}
+        remote = self.upstreams.models() if self.upstreams is not None else []
+        return [model for model in remote if model.name.lower() not in here]
 
     def named(self) -> Models:
         """Those named at the start."""

@@ -88,8 +88,8 @@ async def unload_idle(
     the server's own `idle_s` is 0."""
     models.idle_s = idle_s
     closed_at: dict[str, float] = {}
-    periods_s = [s for s in (idle_s, *(w.idle_s for w in models.workers())) if s]
-    pause = min([_MAX_PAUSE_S, *(s / _CHECKS_PER_PERIOD for s in periods_s)])
+    shortest_s = min(filter(None, [idle_s, *(worker.idle_s for worker in models.workers())]), default=math.inf)
+    pause = min(_MAX_PAUSE_S, shortest_s / _CHECKS_PER_PERIOD)
     while True:
         await asyncio.sleep(pause)
         now = asyncio.get_running_loop().time()

@@ -112,7 +112,7 @@ class PoolFront:
 
     def _metrics(self) -> str:
         active = metric("localllm_pool_active", "gauge", [(labels(box=node.name), node.active) for node in self.nodes])
-        return "\n".join([*active, *used_lines(self.accounts.seen_by(caller()))]) + "\n"
+        return "\n".join([*active, *used_lines(self.accounts.visible_to(caller()))]) + "\n"
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw, key, meter = b"", None, UsageMeter()

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from localllm.errors import ModelNotFoundError, UnsupportedError
+from localllm.errors import UnsupportedError
 
 Dialect = Literal["openai", "responses", "anthropic", "ollama"]
 # The dialect of each path, and where it lies below a server's base URL (which ends in /v1, but for Ollama's).
@@ -126,13 +126,6 @@ class Upstreams:
             if model is not None:
                 return model
         return None
-
-    def resolve(self, name: str) -> RemoteModel:
-        """`find`; raises ModelNotFoundError."""
-        model = self.find(name)
-        if model is None:
-            raise ModelNotFoundError(f"no upstream has a model {name[:100]!r}", param="model")
-        return model
 
 
 def names_a_model(path: str) -> bool:

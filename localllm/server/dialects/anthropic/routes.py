@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,6 +16,7 @@ from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.http.asgi import new_id
 from localllm.server.http.errors import anthropic_envelope
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -46,7 +46,7 @@ class MessageEvents(ReplyWriter):
         self._delta(f'{{"type":"thinking_delta","thinking":{quote(text)}}}')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        body = f'{{"type":"tool_use","id":"{new_tool_id()}","name":{quote(name)},"input":{{}}}}'
+        body = f'{{"type":"tool_use","id":"{new_id("toolu_")}","name":{quote(name)},"input":{{}}}}'
         self._open(f"call{index}", body)
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
@@ -70,7 +70,7 @@ class MessageEvents(ReplyWriter):
         self._begun = True
         counted = ReplyUsage(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
         message: dict[str, Any] = {
-            "id": new_id(), "type": "message", "role": "assistant", "model": self._model.name, "content": [],
+            "id": new_id("msg_"), "type": "message", "role": "assistant", "model": self._model.name, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": usage_body(counted),
         }  # fmt: skip
         self._send("message_start", f'"message":{json.dumps(message)}')
@@ -118,11 +118,11 @@ def message(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
         content.append({"type": "text", "text": choice.text})
     for call in choice.calls:
         content.append(
-            {"type": "tool_use", "id": new_tool_id(), "name": call.name, "input": arguments_object(call.arguments)}
+            {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": arguments_object(call.arguments)}
         )
     reason, sequence = stop_reason(choice.outcome, model.served_n_ctx)
     return {
-        "id": new_id(), "type": "message", "role": "assistant", "model": model.name, "content": content,
+        "id": new_id("msg_"), "type": "message", "role": "assistant", "model": model.name, "content": content,
         "stop_reason": reason, "stop_sequence": sequence, "usage": usage_body(collected.usage),
     }  # fmt: skip
 
@@ -145,14 +145,6 @@ def usage_body(usage: ReplyUsage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.completion_tokens,
     }
-
-
-def new_id() -> str:
-    return "msg_" + secrets.token_hex(12)
-
-
-def new_tool_id() -> str:
-    return "toolu_" + secrets.token_hex(12)
 
 
 _ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping, anthropic_envelope)

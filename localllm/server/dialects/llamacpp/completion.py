@@ -14,8 +14,8 @@ from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
-from localllm.server.dialects.fields import RequestBody, SamplingFields
-from localllm.server.dialects.wire import quote, timings_body, token_logprob
+from localllm.server.dialects.fields import RequestBody, SamplingFields, first_limit
+from localllm.server.dialects.wire import logprob_entry, quote, timings_body
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import fim_prompt, wants_bos
@@ -58,7 +58,7 @@ class LlamaCppFields(SamplingFields):
     n_probs: int | None = Field(None, ge=0, le=20)
 
     def answer_tokens(self) -> int | None:
-        return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
+        return first_limit(self.n_predict)
 
     def alternatives(self) -> int | None:
         """0 is the same as none."""
@@ -216,8 +216,4 @@ def completions(collected: ReplyCollector, model: ServedModel) -> Any:
 
 
 def probabilities(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    found = []
-    for p in logprobs:
-        top = [{**token_logprob(text, logprob), "id": token} for text, token, logprob in p.top]
-        found.append({**token_logprob(p.text, p.logprob), "id": p.token, "top_logprobs": top})
-    return found
+    return [logprob_entry(p, ids=True) for p in logprobs]

@@ -10,9 +10,10 @@ from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
-from localllm.server.dialects.wire import arguments_object, token_logprob
-from localllm.server.generation.collector import ReplyCollector, new_call_id
+from localllm.server.dialects.wire import arguments_object, logprob_entry
+from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
+from localllm.server.http.asgi import new_id
 from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.streaming import Outbox
 
@@ -97,7 +98,7 @@ def loaded(model: str, shape: LineShape, reason: str = "load") -> dict[str, Any]
 def call(index: int, name: str, arguments: str) -> dict[str, Any]:
     """A tool call with its arguments as an object."""
     function = {"index": index, "name": name, "arguments": arguments_object(arguments)}
-    return {"id": new_call_id(), "function": function}
+    return {"id": new_id("call_"), "function": function}
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -106,8 +107,8 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {}
     entries = []
     for token in tokens:
-        top = [token_logprob(text, logprob) for text, _, logprob in token.top]
-        entries.append({**token_logprob(token.text, token.logprob), **({"top_logprobs": top} if top else {})})
+        entry = logprob_entry(token)
+        entries.append(entry if token.top else {k: v for k, v in entry.items() if k != "top_logprobs"})
     return {"logprobs": entries}
 
 

@@ -14,11 +14,8 @@ from localllm.server.proxy.upstreams import RemoteModel
 
 def tags(models: ModelRouter) -> dict[str, Any]:
     """/api/tags: our models, and those of upstreams that speak Ollama's API."""
-    served = models.list()
-    ours = {m.name.lower() for m in served}
-    elsewhere = [] if models.upstreams is None else models.upstreams.models()
-    remote = [m for m in elsewhere if m.name.lower() not in ours and "ollama" in m.upstream.speaks]
-    return {"models": [*(tag(m) for m in served), *(remote_tag(m) for m in remote)]}
+    remote = [m for m in models.elsewhere() if "ollama" in m.upstream.speaks]
+    return {"models": [*map(tag, models.list()), *map(remote_tag, remote)]}
 
 
 def remote_tag(model: RemoteModel) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class ModelPuller:
         loop, left = asyncio.get_running_loop(), threading.Event()
         lines = _ProgressLines()
 
-        def hear(progress: StoreProgress) -> None:
+        def on_progress(progress: StoreProgress) -> None:
             if left.is_set():
                 raise _DisconnectedError
             line = lines.line(progress)
@@ -51,7 +51,7 @@ class ModelPuller:
                 loop.call_soon_threadsafe(report, line)
 
         try:
-            await loop.run_in_executor(self._thread, store.pull, ref, hear)
+            await loop.run_in_executor(self._thread, store.pull, ref, on_progress)
         finally:
             left.set()
         report({"status": "success"})

@@ -23,14 +23,14 @@ from localllm.server.dialects.fields import (
     GenerationFields,
     ParseSpecial,
     RequestBody,
-    limit_of,
+    first_limit,
     of_response_format,
     of_schema,
 )
 from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, cut, numbers
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.job import AnswerPlan, GenerationJob
-from localllm.server.generation.prompt import ResponseOptions, fim_prompt, wants_bos
+from localllm.server.generation.job import GenerationJob
+from localllm.server.generation.prompt import ResponseOptions, text_job
 from localllm.server.models.router import ServedModel
 
 # Go durations (1h30m, 300ms, -1m), or a number of seconds.
@@ -87,12 +87,11 @@ class OllamaBody(RequestBody):
         return replace(
             options.generation_up_to(longest, default, limit="num_predict", within="options."),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            thinking_tokens=limit_of(options.thinking_budget),
+            thinking_tokens=first_limit(options.thinking_budget),
         )
 
     def answer_tokens(self) -> int | None:
-        n = self._options().num_predict
-        return None if n is None or n < 0 else n
+        return first_limit(self._options().num_predict)
 
     def effort(self) -> str | None:
         """`think` as an effort; None is not the same as off."""
@@ -206,15 +205,8 @@ def _chat_request(
 
 async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClient) -> GenerationJob:
     """The generation job of a raw prompt, or of one with a suffix."""
-    prompt: str | list[int] = fields.prompt
-    if fields.suffix:
-        prompt = await fim_prompt(engine, fields.prompt, fields.suffix, answer_tokens=fields.answer_tokens())
-    return GenerationJob(
-        prompt=prompt,
-        add_bos=wants_bos(engine.info, prompt) if isinstance(prompt, str) else False,
-        generation=fields.generation(model.sampling),
-        answer=AnswerPlan(grammar=fields.constraint()),
-    )
+    generation = fields.generation(model.sampling)
+    return await text_job(engine, [fields.prompt], generation, fields.constraint(), suffix=fields.suffix)
 
 
 class OllamaEmbed(RequestBody):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,9 +16,10 @@ from localllm.errors import RequestError
 from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedFields, first_limit
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.collector import CollectedChoice, ReplyCollector, new_call_id
+from localllm.server.generation.collector import CollectedChoice, ReplyCollector
 from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import ResponseOptions
+from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
@@ -154,7 +154,7 @@ class ChatChunks(Chunks):
     """Writes chat.completion.chunk events."""
 
     def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:
-        super().__init__(outbox, "chat.completion.chunk", new_completion_id(), model, include_usage=include_usage)
+        super().__init__(outbox, "chat.completion.chunk", new_id("chatcmpl-"), model, include_usage=include_usage)
         self._compacted = compacted
         self._openings = [f'{self._head},"choices":[{{"index":{i},"delta":{{' for i in range(n)]
         self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
@@ -179,7 +179,7 @@ class ChatChunks(Chunks):
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         function = f'{{"name":{quote(name)},"arguments":""}}'
-        call = f'{{"index":{index},"id":"{new_call_id()}","type":"function","function":{function}}}'
+        call = f'{{"index":{index},"id":"{new_id("call_")}","type":"function","function":{function}}}'
         self._send(choice, f'"tool_calls":[{call}]')
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
@@ -196,7 +196,7 @@ class ChatChunks(Chunks):
 
 def chat_completion(collected: ReplyCollector, model: str) -> dict[str, Any]:
     return {
-        "id": new_completion_id(),
+        "id": new_id("chatcmpl-"),
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
@@ -234,7 +234,3 @@ def usage_body(usage: ReplyUsage) -> dict[str, Any]:
             "audio_tokens": 0,
         },
     }
-
-
-def new_completion_id() -> str:
-    return "chatcmpl-" + secrets.token_hex(12)

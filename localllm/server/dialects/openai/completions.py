@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from pydantic import Field
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError
-from localllm.server.dialects.fields import Constraint, Limit, SamplingFields, first_limit
+from localllm.server.dialects.fields import Limit, SamplingFields, first_limit
 from localllm.server.dialects.openai.chat import (
     ChatChunks,
     Chunks,
@@ -25,8 +24,9 @@ from localllm.server.dialects.openai.chat import (
 )
 from localllm.server.dialects.wire import quote, timings_body, token_logprob
 from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, ReplyUsage
-from localllm.server.generation.prompt import fim_prompt, wants_bos
+from localllm.server.generation.job import GenerationJob, Outcome, ReplyUsage
+from localllm.server.generation.prompt import text_job
+from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import JobFactory, TranslatedRequest
@@ -102,29 +102,10 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
     grammar = fields.constraint(fields.response_format)
 
     async def job(engine: EngineClient) -> GenerationJob:
-        return await job_of(fields, grammar, model, engine)
+        generation = fields.generation(model.sampling)
+        return await text_job(engine, prompts, generation, grammar, suffix=fields.suffix, n=fields.n or 1)
 
     return job
-
-
-async def job_of(
-    fields: CompletionFields, grammar: Constraint | None, model: ServedModel, engine: EngineClient
-) -> GenerationJob:
-    prompts = fields.prompts()
-    add_bos = engine.info.adds_bos
-    if fields.suffix:
-        assert isinstance(prompts[0], str)
-        prompts = [await fim_prompt(engine, prompts[0], fields.suffix, answer_tokens=fields.answer_tokens())]
-    elif isinstance(prompts[0], str):
-        add_bos = wants_bos(engine.info, prompts[0])
-    return GenerationJob(
-        prompt=prompts[0],
-        generation=fields.generation(model.sampling),
-        answer=AnswerPlan(grammar=grammar),
-        also=tuple(prompts[1:]),
-        add_bos=add_bos,
-        n=fields.n or 1,
-    )
 
 
 class FillInChunks(ChatChunks):
@@ -151,7 +132,7 @@ class CompletionChunks(Chunks):
     """Writes text_completion events; `echo` puts the prompt before each choice's answer."""
 
     def __init__(self, outbox: Outbox, model: str, job: GenerationJob, *, include_usage: bool, echo: bool) -> None:
-        super().__init__(outbox, "text_completion", new_id(), model, include_usage=include_usage)
+        super().__init__(outbox, "text_completion", new_id("cmpl-"), model, include_usage=include_usage)
         self._job, self._echo = job, echo
         self._tokens_end = [0] * job.choices
 
@@ -184,7 +165,7 @@ def text_completion(collected: ReplyCollector, job: GenerationJob, model: str, *
         logprobs = logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
         choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.outcome.reason})
     return {
-        "id": new_id(),
+        "id": new_id("cmpl-"),
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
@@ -231,7 +212,3 @@ def _by_name(top: Sequence[tuple[str, int, float]]) -> dict[str, float]:
         name = _named(text)
         named[name if name not in named else f"token_id:{token}"] = logprob
     return named
-
-
-def new_id() -> str:
-    return "cmpl-" + secrets.token_hex(12)

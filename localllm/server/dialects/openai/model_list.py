@@ -95,11 +95,9 @@ def status(model: ServedModel) -> dict[str, Any]:
 def openai_list(models: ModelRouter) -> dict[str, Any]:
     """The list; Codex reads `models` beside OpenAI's `data`."""
     served = models.list()
-    ours = {m.name.lower() for m in served}
-    remote = [] if models.upstreams is None else [m for m in models.upstreams.models() if m.name.lower() not in ours]
     return {
         "object": "list",
-        "data": [*(entry(m) for m in served), *(remote_entry(m) for m in remote)],
+        "data": [*(entry(m) for m in served), *(remote_entry(m) for m in models.elsewhere())],
         "models": [
             codex_entry(m.name, m.served_n_ctx, reasons="thinking" in m.capabilities)
             for m in served

@@ -108,8 +108,9 @@ def routes(server: Server) -> APIRouter:
     async def get_model(model_id: str) -> dict[str, Any]:
         """One model."""
         elsewhere = server.models.upstreams
-        if elsewhere is not None and elsewhere.find(model_id) is not None and not await server.models.has(model_id):
-            return model_list.remote_entry(elsewhere.resolve(model_id))
+        remote = elsewhere.find(model_id) if elsewhere is not None else None
+        if remote is not None and not await server.models.has(model_id):
+            return model_list.remote_entry(remote)
         return model_list.entry(server.models.resolve(model_id))
 
     mount(router, server, CHAT, COMPLETIONS, FILL_IN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +12,14 @@ from localllm.errors import LocalLLMError
 from localllm.server.dialects.responses.items import ResponsesFields
 from localllm.server.dialects.responses.toolbox import CustomInputReader, Toolbox
 from localllm.server.dialects.wire import comment, compacted_comment, logprob_entry, quote
-from localllm.server.generation.collector import ReplyCollector, new_call_id
+from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 
 # What an item consists of, by its type.
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-_FUNCTION_CALL = ("function_call", "fc", "arguments")
+_FUNCTION_CALL = ("function_call", "fc_", "arguments")
 
 
 class ResponseEvents(ReplyWriter):
@@ -46,7 +46,7 @@ class ResponseEvents(ReplyWriter):
         self._logprobs: list[dict[str, Any]] = []
         sent = fields.sent_sampling()
         self.body: dict[str, Any] = {
-            "id": "resp_" + secrets.token_hex(12),
+            "id": new_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "conversation": None,
@@ -118,8 +118,8 @@ class ResponseEvents(ReplyWriter):
         self._leave()
         called = self._toolbox.called(name)
         self._text_of = CustomInputReader() if called.custom else None
-        kind, prefix, content = ("custom_tool_call", "ctc", "input") if called.custom else _FUNCTION_CALL
-        item = {"type": kind, "id": _item_id(prefix), "call_id": new_call_id(), "name": called.name, content: ""}
+        kind, prefix, content = ("custom_tool_call", "ctc_", "input") if called.custom else _FUNCTION_CALL
+        item = {"type": kind, "id": new_id(prefix), "call_id": new_id("call_"), "name": called.name, content: ""}
         if called.namespace is not None:
             item["namespace"] = called.namespace
         self._begin({**item, "status": "in_progress"})
@@ -165,10 +165,10 @@ class ResponseEvents(ReplyWriter):
             return
         self._leave()
         if kind == "message":
-            self._begin({"type": "message", "id": _item_id("msg"), "status": "in_progress", "role": "assistant",
+            self._begin({"type": "message", "id": new_id("msg_"), "status": "in_progress", "role": "assistant",
                          "content": []})  # fmt: skip
         else:
-            self._begin({"type": "reasoning", "id": _item_id("rs"), "status": "in_progress", "summary": [],
+            self._begin({"type": "reasoning", "id": new_id("rs_"), "status": "in_progress", "summary": [],
                          "content": []})  # fmt: skip
         self._event("response.content_part.added", {**self._place(), "content_index": 0, "part": self._part(kind)})
 
@@ -249,7 +249,3 @@ def replay(collected: ReplyCollector, response: ResponseEvents) -> dict[str, Any
     response.finish(0, choice.outcome)
     response.end(collected.usage, collected.timings)
     return response.body
-
-
-def _item_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(12)}"

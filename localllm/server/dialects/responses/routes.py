@@ -34,7 +34,7 @@ def routes(server: Server) -> APIRouter:
     create = Route(
         "/v1/responses",
         ResponsesFields,
-        lambda fields, model: translate(fields, model, stores.mine(), silence_s),
+        lambda fields, model: translate(fields, model, stores.current(), silence_s),
         EVENTS,
         "Answer a list of items, whole or as events",
         ("id", "output", "status"),
@@ -58,7 +58,7 @@ def _mount_stored(router: APIRouter, server: Server, stores: PerCaller[ResponseS
         """A stored response; with `stream=true` the events of one that is kept, behind the number `starting_after`."""
         asked = request.query_params
         return (
-            stores.mine().body(response_id)
+            stores.current().body(response_id)
             if asked.get("stream", "false").lower() in ("false", "0")
             else _joined(server, response_id, asked)
         )
@@ -66,14 +66,14 @@ def _mount_stored(router: APIRouter, server: Server, stores: PerCaller[ResponseS
     @router.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
         """Forget a stored response."""
-        stores.mine().drop(response_id)
+        stores.current().drop(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def list_input(response_id: str, request: Request) -> dict[str, Any]:
         """The items a stored response answers, the newest first unless asked otherwise."""
         wanted, _ = read(PageFields, request.query_params)
-        return page(stores.mine().sent(response_id), wanted)
+        return page(stores.current().sent(response_id), wanted)
 
     @router.post("/v1/responses/compact", response_model=None, include_in_schema=False)
     async def compact() -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _mount_stored(router: APIRouter, server: Server, stores: PerCaller[ResponseS
     @router.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str) -> dict[str, Any]:
         """Refused: a stored response has ended, and a running one is cancelled by disconnecting."""
-        stores.mine().body(response_id)
+        stores.current().body(response_id)
         raise UnsupportedError(
             "only a background response can be cancelled, and there are none here",
             hint="close the connection: generation ends at once",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pydantic import Field
 
 from localllm.errors import NotFoundError, RequestError
 from localllm.server.dialects.fields import RequestBody
+from localllm.server.http.asgi import new_id
 
 # Entries, and characters as JSON.
 _MAX_ENTRIES, _MAX_CHARS = 256, 64 * 2**20
@@ -30,7 +30,7 @@ def typed(item: Mapping[str, Any]) -> dict[str, Any]:
     """A sent item as it is kept and shown: with all that OpenAI's types of a stored one have, which a client may leave out."""
     kind = item.get("type") or "message"
     whole: dict[str, Any] = {**item, "type": kind}
-    whole["id"] = item.get("id") or f"{_ID_HEADS.get(kind, 'item')}_{secrets.token_hex(12)}"
+    whole["id"] = item.get("id") or new_id(_ID_HEADS.get(kind, "item") + "_")
     if kind == "reasoning":
         whole["summary"] = item.get("summary") or []
         return whole
@@ -40,11 +40,11 @@ def typed(item: Mapping[str, Any]) -> dict[str, Any]:
         content = item.get("content")
         if not isinstance(content, list):
             content = [{"type": "output_text" if answer else "input_text", "text": content or ""}]
-        whole["content"] = [_whole_part(part) for part in content]
+        whole["content"] = [_complete_part(part) for part in content]
     return whole
 
 
-def _whole_part(part: Any) -> Any:
+def _complete_part(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "output_text":
         return {"annotations": [], "logprobs": [], **part}

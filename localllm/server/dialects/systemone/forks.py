@@ -139,11 +139,11 @@ class Forks:
         )
         found: dict[int, float] = {}
 
-        def hear(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if isinstance(event, Text) and event.logprobs:
                 found.update((token, p) for _, token, p in event.logprobs[0].top)
 
-        end = await self.engine.listen(request, hear)
+        end = await self.engine.listen(request, on_event)
         if isinstance(end, Failure):
             raise by_code(end.code, end.message, hint=end.hint or None, counts=end.counts)
         caller().charge(end.usage.prompt_tokens, end.usage.cached_tokens, end.usage.completion_tokens)

@@ -34,7 +34,7 @@ class _Question(BaseModel):
     """What every question has. `instructions` None: the criteria say it."""
 
     model_config = ConfigDict(extra="forbid")
-    unsaid: ClassVar[str] = "Which of these fits best?"
+    default_question: ClassVar[str] = "Which of these fits best?"
     instructions: Content | None = None
 
     def options(self) -> list[str]:
@@ -53,7 +53,7 @@ class _Question(BaseModel):
         """The question with its options in `order`, the first of them behind the first label."""
         options = self.options()
         lines = [f"{label}. {options[i]}" for label, i in zip(labels, order, strict=False)]
-        return "\n".join([f"Question: {as_text(self.instructions) or self.unsaid}", *lines])
+        return "\n".join([f"Question: {as_text(self.instructions) or self.default_question}", *lines])
 
 
 class ChoiceQuestion(_Question):
@@ -75,7 +75,7 @@ class ChoiceQuestion(_Question):
             "probabilities": dict(zip(names, p, strict=True)),
         }
 
-    def right(self, answer: Any) -> int:
+    def option_of(self, answer: Any) -> int:
         """Which option `answer` (an option's name) means. Raises RequestError."""
         if answer not in self.criteria:
             raise RequestError(f"the right answer of a choice is one of {', '.join(self.criteria)}"[:400])
@@ -85,7 +85,7 @@ class ChoiceQuestion(_Question):
 class ScoreQuestion(_Question):
     """A place on a scale whose levels are described, the lowest first."""
 
-    unsaid = "Which level of this scale fits best?"
+    default_question = "Which level of this scale fits best?"
     type: Literal["score"]
     criteria: Annotated[list[Content], Field(min_length=1, max_length=MOST_OPTIONS)]
 
@@ -107,7 +107,7 @@ class ScoreQuestion(_Question):
             "probabilities": {str(i): share for i, share in enumerate(p)},
         }
 
-    def right(self, answer: Any) -> int:
+    def option_of(self, answer: Any) -> int:
         """Which level `answer` (its number) means. Raises RequestError."""
         if type(answer) is not int or not 0 <= answer < len(self.criteria):
             raise RequestError(f"the right answer of this score is a level from 0 to {len(self.criteria) - 1}")
@@ -125,7 +125,7 @@ class NoulCriteria(BaseModel):
 class NoulQuestion(_Question):
     """A question of yes or no, or a statement that holds or does not."""
 
-    unsaid = "Which holds?"
+    default_question = "Which holds?"
     type: Literal["noul"]
     criteria: NoulCriteria | None = None
 
@@ -138,7 +138,7 @@ class NoulQuestion(_Question):
         """The answer's body."""
         return {"type": self.type, "noul": p[0]}
 
-    def right(self, answer: Any) -> int:
+    def option_of(self, answer: Any) -> int:
         """Which option `answer` (true or false) means. Raises RequestError."""
         if type(answer) is not bool:
             raise RequestError("the right answer of a noul is true or false")

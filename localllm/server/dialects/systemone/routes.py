@@ -85,7 +85,7 @@ def routes(server: Server) -> APIRouter:
         async def work() -> Response:
             with server.serving(model):
                 scores, spent, fingerprint = await _scores(server, model, fields, fields.orders)
-            t = fields.temperature or temperature.kept(fingerprint)
+            t = fields.temperature or temperature.saved(fingerprint)
             answers = {name: q.answer(temperature.softmax(scores[name], t)) for name, q in fields.questions.items()}
             body = {"model": model.name, "answers": answers, "temperature": t, "usage": spent.body()}
             return JSONResponse(body, headers=answer_headers(ignored))
@@ -106,8 +106,8 @@ def routes(server: Server) -> APIRouter:
                     scores, cost, fingerprint = await _scores(server, model, example, fields.orders)
                     spent.add(cost)
                     examples += ((scores[name], option) for name, option in options.items())
-            t = await asyncio.to_thread(temperature.fitted, examples)
-            temperature.keep(fingerprint, t, len(examples))
+            t = await asyncio.to_thread(temperature.fit, examples)
+            temperature.save(fingerprint, t, len(examples))
             losses = {"before": temperature.loss(examples, 1.0), "after": temperature.loss(examples, t)}
             found = {"model": model.name, "temperature": t, "examples": len(examples), "loss_nats": losses}
             return JSONResponse({**found, "usage": spent.body()}, headers=answer_headers(ignored))
@@ -143,7 +143,7 @@ def _right(i: int, example: _Example) -> dict[str, int]:
     for name, answer in example.answers.items():
         if name not in example.questions:
             raise RequestError(f"examples.{i}.answers: there is no question {name[:80]!r}", param="examples")
-        found[name] = example.questions[name].right(answer)
+        found[name] = example.questions[name].option_of(answer)
     if not found:
         raise RequestError(f"examples.{i}.answers is empty: which answers are right?", param="examples")
     return found

@@ -27,7 +27,7 @@ def loss(examples: Sequence[tuple[Sequence[float], int]], temperature: float) ->
     return -sum(math.log(max(p, 1e-300)) for p in shares) / len(shares)
 
 
-def fitted(examples: Sequence[tuple[Sequence[float], int]]) -> float:
+def fit(examples: Sequence[tuple[Sequence[float], int]]) -> float:
     """The temperature under which `examples` (an answer's scores, and which option is right) are likeliest (temperature
     scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Few examples, or ones that are all right,
     leave it near 1: its logarithm is taken to be normal around 0."""
@@ -43,13 +43,13 @@ def fitted(examples: Sequence[tuple[Sequence[float], int]]) -> float:
     return math.exp((low + high) / 2)
 
 
-def kept(fingerprint: str) -> float:
+def saved(fingerprint: str) -> float:
     """What was fitted for the model with that fingerprint; 1 where nothing was."""
     said = json_store.read(_file(fingerprint)).get("temperature")
     return float(said) if isinstance(said, int | float) and 0 < said < math.inf else 1.0
 
 
-def keep(fingerprint: str, temperature: float, examples: int) -> None:
+def save(fingerprint: str, temperature: float, examples: int) -> None:
     """Keep it. Raises LocalLLMError where the disk refuses."""
     try:
         json_store.write(_file(fingerprint), {"temperature": temperature, "examples": examples})
