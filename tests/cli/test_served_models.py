@@ -143,7 +143,7 @@ def test_a_loaded_model_makes_room_when_idle_and_never_in_mid_answer(folder: Pat
     with running_server(models) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         assert ask(http, "alpha-Q4_0").status_code == 200
         assert models.admission is not None
-        models.admission.limit_bytes = models.resolve("alpha-Q4_0").needs_bytes + 1
+        models.admission.limit_bytes = models.resolve("alpha-Q4_0").facts.needs_bytes + 1
         assert ask(http, "gpt-oss-mini").status_code == 200
         assert {n for n, s in states(http).items() if s == "loaded"} == {"gpt-oss-mini"}
         refused = asyncio.run(_while_held(models.resolve("gpt-oss-mini"), lambda: ask(http, "alpha-Q4_0")))

@@ -100,7 +100,7 @@ def test_other_programs_memory_counts_unless_the_model_is_alone() -> None:
 def test_memory_of_a_model_that_failed_to_load_is_free_again() -> None:
     async def story() -> None:
         models = router(10, broken=8, chat=6)
-        engine = models.resolve("broken").host
+        engine = models.resolve("broken").worker.host
         assert isinstance(engine, ScriptedEngine)
         engine.load_error = BackendError("no")
         with pytest.raises(BackendError):
@@ -118,8 +118,8 @@ def test_a_request_for_a_model_that_is_leaving_waits_and_gets_it_back() -> None:
         models = router(10, a=6, b=6)
         a, b = models.resolve("a"), models.resolve("b")
         gate = Gate()
-        assert isinstance(b.host, ScriptedEngine)
-        b.host.load_gate = gate
+        assert isinstance(b.worker.host, ScriptedEngine)
+        b.worker.host.load_gate = gate
         await a.engine()
         first = asyncio.create_task(b.engine())
         for _ in range(10):
@@ -142,12 +142,12 @@ def test_a_name_that_would_mean_two_models_is_refused() -> None:
 def test_metrics_keep_nothing_loaded_and_wake_nobody() -> None:
     async def story() -> None:
         model = router(10, a=6).resolve("a")
-        assert await model.snapshot() == {}
+        assert await model.worker.snapshot() == {}
         await model.engine()
-        used = model.last_used_s
-        await model.snapshot()
-        assert model.last_used_s == used
-        assert isinstance(model.host, ScriptedEngine)
+        used = model.worker.last_used_s
+        await model.worker.snapshot()
+        assert model.worker.last_used_s == used
+        assert isinstance(model.worker.host, ScriptedEngine)
 
     run(story)
 
@@ -176,9 +176,9 @@ def test_whatever_is_asked_the_loaded_models_fit_and_those_in_use_stay(
             else:
                 lease.__exit__(None, None, None)
             now = [m for m in models.list() if m.loaded]
-            assert sum(m.needs_bytes for m in now) <= 10 * GB
+            assert sum(m.facts.needs_bytes for m in now) <= 10 * GB
             assert all(m.loaded for m, _ in held)
             assert models.admission is not None
-            assert models.admission.held_bytes == sum(m.needs_bytes for m in now)
+            assert models.admission.held_bytes == sum(m.facts.needs_bytes for m in now)
 
     run(story)
