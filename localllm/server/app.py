@@ -20,9 +20,8 @@ from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.responses import routes as responses
 from localllm.server.dialects.systemone import routes as systemone
 from localllm.server.http.accounts import caller
-from localllm.server.http.edge import EdgeMiddleware
 from localllm.server.http.errors import MethodError, RouteNotFoundError, envelope, headers_of, internal
-from localllm.server.http.gate import SecurityGate
+from localllm.server.http.gate import EdgeMiddleware, SecurityGate
 from localllm.server.http.prometheus import CONTENT_TYPE
 from localllm.server.http.settings import ServerSettings
 from localllm.server.metrics import render_metrics

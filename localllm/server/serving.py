@@ -17,12 +17,10 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import LocalLLMError, WorkerDiedError
 from localllm.grammars.json_schema import enforceable
 from localllm.server.awake import Awake
-from localllm.server.generation.chat import ChatRequest, chat_job
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.compaction import TokenCounts
+from localllm.server.generation.chat import ChatRequest, TokenCounts, chat_job
 from localllm.server.generation.generate import run
 from localllm.server.generation.image_fetching import ImageFetcher
-from localllm.server.generation.job import GenerationJob, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import GenerationJob, PrefillProgress, ReplyCollector, ReplyUsage, ReplyWriter
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import IGNORED, ignored_header, request_id

@@ -1,20 +1,145 @@
-"""The chat request that every chat dialect is translated to, and the generation job that a loaded model makes of it."""
+"""The chat request that every chat dialect is translated to, fitted into the context, and the generation job that a loaded
+model makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
+from localllm.conversation.compaction import Compacted, MessageCost, compact
 from localllm.conversation.images import prepare_images
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
+from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.engine.messages import Generation
 from localllm.engine.worker.client import EngineClient
-from localllm.server.generation.compaction import Messages, TokenCounts, fit_to_context
+from localllm.errors import ContextLengthError
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt, wants_bos
+from localllm.server.http.recent import Recent
 from localllm.server.models.router import ServedModel
 from localllm_backends.control_text import control_texts
+
+# Share of the context reserved for the answer, unless `max_tokens` is smaller: agents ask for 32,000 whatever the context.
+_ANSWER_SHARE = 4
+# Counts of single messages may differ from the whole prompt; the budget shrinks until the prompt fits.
+_TIGHTER, _TRIES = 0.75, 8
+_MAX_COUNTS = 65_536
+# Tokens of a message's frame (role, markers), if it can't be measured from the template.
+_FRAME_TOKENS = 8
+_PROBE = "zqx"
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages], Awaitable[Prompt]]
+
+
+class TokenCounts:
+    """A cache of token counts, since a conversation comes back with every turn; the least recently used evicted first."""
+
+    def __init__(self) -> None:
+        self._kept: Recent[bytes, int] = Recent(_MAX_COUNTS)
+
+    async def of(self, engine: EngineClient, text: str) -> int:
+        """How many tokens `text` has in the engine's vocabulary."""
+        if not text:
+            return 0
+        key = hashlib.sha256(f"{engine.info.fingerprint}\0{text}".encode(errors="surrogatepass")).digest()
+        count = self._kept.get(key)
+        if count is None:
+            count = self._kept.put(key, len(await engine.tokenize(text)))
+        return count
+
+
+async def fit_to_context(
+    engine: EngineClient,
+    template: ChatTemplate,
+    messages: Messages,
+    render: Render,
+    max_tokens: int | None,
+    counts: TokenCounts,
+) -> tuple[Prompt, str]:
+    """The prompt for `messages`, without the oldest if they do not fit beside an answer of `max_tokens` (at most a
+    quarter of the context is reserved for it), and how much was left out. Raises ContextLengthError with the counts."""
+    n_ctx = engine.info.n_ctx
+    most = n_ctx // _ANSWER_SHARE
+    budget = n_ctx - max(1, most if max_tokens is None else min(max_tokens, most))
+    prompt = await render(messages)
+    if len(prompt.text.encode()) < budget:  # a token has at least one byte
+        return prompt, ""
+    whole = await _size(engine, prompt)
+    if whole <= budget:
+        return prompt, ""
+    head = list(takewhile(lambda m: m["role"] == "system", messages))
+    fixed = await _size(engine, await render([*head, {"role": "user", "content": _PROBE}]))
+    costs = await _costs(engine, template, messages, counts)
+    room = max(0, budget - fixed)
+    kept: Compacted | None = None
+    for attempt in range(_TRIES):
+        last = attempt == _TRIES - 1
+        tighter = 0 if last else fixed + int(room * _TIGHTER**attempt)
+        was, kept = kept, compact(messages, costs, fixed_tokens=fixed, budget_tokens=tighter)
+        if was is not None and was.dropped == kept.dropped and not last:
+            continue
+        prompt = await render(kept.messages)
+        size = await _size(engine, prompt)
+        if size <= budget or kept.exhausted:
+            break
+    assert kept is not None
+    if size >= n_ctx:
+        raise ContextLengthError(
+            f"the conversation has {whole} tokens, and {size} when the {len(kept.dropped)} messages that may be left "
+            f"out are; the served context is {n_ctx}",
+            hint="shorten the system prompt, the tools or the newest turn, or serve with a larger --context",
+            param="messages",
+            counts=(size, n_ctx),
+        )
+    return prompt, f"{len(kept.dropped)} messages, {whole - size} tokens" if kept.dropped else ""
+
+
+async def _size(engine: EngineClient, prompt: Prompt) -> int:
+    return len(await engine.tokenize(prompt.text, add_bos=wants_bos(engine.info, prompt.text)))
+
+
+async def _costs(
+    engine: EngineClient, template: ChatTemplate, messages: Messages, counts: TokenCounts
+) -> list[MessageCost]:
+    frame = await _frame_tokens(engine, template, counts)
+    stays = await asyncio.to_thread(_keeps_reasoning, template)
+
+    async def cost(message: Mapping[str, Any]) -> MessageCost:
+        tokens = frame + await counts.of(engine, message["content"])
+        for call in message.get("tool_calls", ()):
+            tokens += frame + await counts.of(engine, json.dumps(call["function"], ensure_ascii=False))
+        reasoning_tokens = await counts.of(engine, message.get("reasoning_content") or "")
+        return MessageCost(tokens + reasoning_tokens) if stays else MessageCost(tokens, passing=reasoning_tokens)
+
+    return list(await asyncio.gather(*map(cost, messages)))
+
+
+async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: TokenCounts) -> int:
+    """Tokens that the template adds to each message: measured from one more question and answer."""
+    question, answer = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
+    try:
+        one, two = [await asyncio.to_thread(template.render, m) for m in ([question], [question, answer, question])]
+    except TemplateError:
+        return _FRAME_TOKENS
+    more = await counts.of(engine, two) - await counts.of(engine, one)
+    # Rounded up: too high a count only compacts a little early.
+    return max(1, (more - 2 * await counts.of(engine, _PROBE) + 1) // 2)
+
+
+def _keeps_reasoning(template: ChatTemplate) -> bool:
+    """Whether the template writes the reasoning of earlier turns into the prompt."""
+    question = {"role": "user", "content": "."}
+    answer = {"role": "assistant", "content": ".", "reasoning_content": _PROBE}
+    try:
+        return _PROBE in template.render([question, answer, question])
+    except TemplateError:
+        return True
 
 
 @dataclass(frozen=True, slots=True)

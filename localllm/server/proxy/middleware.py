@@ -12,8 +12,7 @@ from starlette.requests import Request
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.json_body import JsonBody, keep_body, read_body
 from localllm.server.http.settings import ServerSettings
-from localllm.server.proxy.client import ProxyRequest, UpstreamClient
-from localllm.server.proxy.relay import accepted, relay, until_disconnect
+from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, accepted, relay, until_disconnect
 from localllm.server.proxy.upstreams import RemoteModel, Upstream, Upstreams, names_a_model
 from localllm.server.proxy.usage_meter import meter_for
 

@@ -20,13 +20,11 @@ from starlette.requests import Request
 from localllm.errors import BusyError, RequestError
 from localllm.server.http.accounts import Accounts, caller, used_lines
 from localllm.server.http.asgi import App, Receive, Scope, Send
-from localllm.server.http.edge import EdgeMiddleware
-from localllm.server.http.gate import SecurityGate
+from localllm.server.http.gate import EdgeMiddleware, SecurityGate
 from localllm.server.http.json_body import read_body, send_text
 from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
-from localllm.server.proxy.client import ProxyRequest, UpstreamClient, UpstreamError
-from localllm.server.proxy.relay import accepted, relay, until_disconnect
+from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, UpstreamError, accepted, relay, until_disconnect
 from localllm.server.proxy.usage_meter import UsageMeter, meter_for
 
 # A server that failed is asked last for so long.

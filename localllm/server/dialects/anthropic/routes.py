@@ -14,8 +14,7 @@ from localllm.server.dialects.anthropic.messages import MessagesFields
 from localllm.server.dialects.fields import HINTS
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import Outcome, PrefillProgress, ReplyCollector, ReplyUsage, ReplyWriter
 from localllm.server.http.asgi import new_id
 from localllm.server.http.errors import anthropic_envelope
 from localllm.server.http.streaming import Outbox

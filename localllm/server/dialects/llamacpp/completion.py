@@ -16,8 +16,7 @@ from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import RequestBody, SamplingFields, first_limit
 from localllm.server.dialects.wire import logprob_entry, quote, timings_body
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, ReplyCollector, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import fim_prompt, wants_bos
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel

@@ -1,27 +1,127 @@
-"""Routes of llama.cpp's server."""
+"""Routes of llama.cpp's server, and what they say of its models: /props, /slots, and the event stream of loading and unloading."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field
 
+from localllm.conversation.tools import format_for, has_unknown_notation
 from localllm.errors import BusyError, RequestError
 from localllm.server.dialects.fields import RequestBody, read
-from localllm.server.dialects.llamacpp import completion, model_list
+from localllm.server.dialects.llamacpp import completion
 from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
-from localllm.server.dialects.llamacpp.model_list import slots
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Route, mount
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.http.accounts import admins_only
+from localllm.server.http.accounts import admins_only, caller
 from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
+from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
+
+_LOOK_S, _KEEPALIVE_S = 0.5, 10.0
+
+
+def facts(served: ServedModel) -> dict[str, Any]:
+    """A model's GET /props."""
+    info = served.info
+    template = (info.chat_template or "") if info else ""
+    return {
+        "default_generation_settings": {"n_ctx": served.served_n_ctx, "params": asdict(served.sampling)},
+        "total_slots": info.n_seq_max if info else 1,
+        "model_alias": served.name,
+        "model_path": served.name,
+        "modalities": {"vision": bool(info and info.vision), "audio": False},
+        "chat_template": template,
+        "chat_template_caps": {
+            "supports_tools": not has_unknown_notation(template),
+            "supports_tool_calls": not has_unknown_notation(template),
+            "supports_system_role": True,
+            "supports_parallel_tool_calls": True,
+            "native_format": format_for(template).name if info and not has_unknown_notation(template) else None,
+        },
+        "bos_token": info.bos_text if info else "",
+        "eos_token": info.eos_text if info else "",
+        "build_info": "localllm",
+        "is_sleeping": False,
+    }
+
+
+async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
+    """Events of loading and unloading: the current state, then each change, with load progress."""
+    sent: dict[str, dict[str, Any]] = {}
+    quiet_s = 0.0
+    while True:
+        for m in models.list():
+            status = _status(m)
+            if sent.get(m.name) != status:
+                sent[m.name], quiet_s = status, 0.0
+                event = {"model": m.name, "event": "model_status", "data": status}
+                yield f"data: {json.dumps(event)}\n\n".encode()
+        await asyncio.sleep(_LOOK_S)
+        quiet_s += _LOOK_S
+        if quiet_s >= _KEEPALIVE_S:
+            quiet_s = 0.0
+            yield b": keepalive\n"
+
+
+def _status(model: ServedModel) -> dict[str, Any]:
+    if model.state == "loading":
+        value = round(model.worker.progress, 2)
+        return {"status": "loading", "progress": {"stages": ["text_model"], "current": "text_model", "value": value}}
+    return {"status": "loaded" if model.loaded else "unloaded"}
+
+
+async def slots(model: ServedModel) -> list[dict[str, Any]]:
+    """GET /slots: one entry per slot with its running request, then the waiting requests; no prompt text, and of requests of
+    others only that they are there."""
+    info = model.info
+    if not model.loaded or info is None:
+        return []
+    jobs: list[dict[str, Any]] = (await model.worker.snapshot()).get("jobs", [])
+    running = [j for j in jobs if j["state"] != "waiting"]
+    waiting = [j for j in jobs if j["state"] == "waiting"]
+    free = max(0, info.n_seq_max - len(running))
+    entries = [*running, *[None] * free, *waiting]
+    account = caller()
+    return [
+        _slot(i, info.n_ctx, job, known=account.admin or (job is not None and job["tenant"] == account.name))
+        for i, job in enumerate(entries)
+    ]
+
+
+def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, *, known: bool) -> dict[str, Any]:
+    base = {"id": number, "n_ctx": n_ctx, "speculative": True, "is_processing": job is not None}
+    if job is None:
+        return {**base, "state": "idle"}
+    if not known:
+        return {**base, "state": "busy"}
+    return {
+        **base,
+        "state": job["state"],
+        "id_task": job["number"],
+        "n_prompt_tokens": job["prompt_tokens"],
+        "n_prompt_tokens_processed": job["processed_tokens"],
+        "n_prompt_tokens_cache": job["cached_tokens"],
+        "params": {**job["sampling"], "n_predict": job["max_tokens"], "max_tokens": job["max_tokens"]},
+        "next_token": [
+            {
+                "has_next_token": True,
+                "has_new_line": False,
+                "n_remain": job["max_tokens"] - job["generated_tokens"],
+                "n_decoded": job["generated_tokens"],
+            }
+        ],
+    }
+
 
 # Bytes that are no UTF-8, in what an engine detokenises.
 _ESCAPES = re.compile("[\udc80-\udcff]")
@@ -69,12 +169,12 @@ def routes(server: Server) -> APIRouter:
     @router.get("/props")
     async def props(model: str | None = None) -> dict[str, Any]:
         """Facts of a model; never loads it."""
-        return model_list.props(server.models.resolve(model))
+        return facts(server.models.resolve(model))
 
     @router.get("/models/sse", response_model=None, include_in_schema=False)
     async def model_events() -> Response:
         """Zed's subscription to loading and unloading."""
-        return StreamingResponse(model_list.changes(server.models), media_type="text/event-stream")
+        return StreamingResponse(changes(server.models), media_type="text/event-stream")
 
     _managing(router, server)
     return router

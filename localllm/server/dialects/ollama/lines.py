@@ -11,8 +11,7 @@ from typing import Any
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.wire import arguments_object, logprob_entry
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import Outcome, ReplyCollector, ReplyUsage, ReplyWriter
 from localllm.server.http.asgi import new_id
 from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.streaming import Outbox

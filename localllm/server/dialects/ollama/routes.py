@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +20,6 @@ from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import read
 from localllm.server.dialects.ollama import lines, model_list, requests
 from localllm.server.dialects.ollama.lines import LineShape
-from localllm.server.dialects.ollama.pulling import ModelPuller, allowed
 from localllm.server.dialects.ollama.requests import (
     OllamaBody,
     OllamaChat,
@@ -36,7 +39,93 @@ from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ServedModel
+from localllm.server.models.served import ModelStore, StoreProgress
 from localllm.server.serving import Dialect, JobFactory, Server, TranslatedRequest
+
+# At most one progress line in so many seconds.
+_INTERVAL_S = 0.2
+_SHA256_DIGITS = 64
+_NAMED_DIGITS = 12
+# By the state of a download, where nothing is counted.
+_STATUS = {
+    "listing": "pulling manifest",
+    "verifying": "verifying sha256 digest",
+    "done": "writing manifest",
+    "waiting": "waiting for the hub",
+}
+
+Line = dict[str, Any]
+
+
+class _DisconnectedError(Exception):
+    """The client disconnected."""
+
+
+class ModelPuller:
+    """Downloads one model at a time."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
+
+    async def pull(self, store: ModelStore, ref: str, report: Callable[[Line], None]) -> None:
+        """Download `ref`, reporting lines to `report`. If cancelled it stops, and the next call resumes. Raises what the store
+        raises."""
+        loop, left = asyncio.get_running_loop(), threading.Event()
+        lines = _ProgressLines()
+
+        def on_progress(progress: StoreProgress) -> None:
+            if left.is_set():
+                raise _DisconnectedError
+            line = lines.line(progress)
+            if line is not None:
+                loop.call_soon_threadsafe(report, line)
+
+        try:
+            await loop.run_in_executor(self._thread, store.pull, ref, on_progress)
+        finally:
+            left.set()
+        report({"status": "success"})
+
+
+class _ProgressLines:
+    """Turns a download's progress into Ollama's lines, leaving out repetitions."""
+
+    def __init__(self) -> None:
+        self._digest, self._status, self._next_s = "", "", 0.0
+
+    def line(self, progress: StoreProgress) -> Line | None:
+        """The line for this moment; None if it says nothing new."""
+        if not self._digest and len(progress.digest) == _SHA256_DIGITS:
+            # Clients show one bar per digest: keep the first for the whole model.
+            self._digest = progress.digest
+        line = self._words(progress)
+        now = time.monotonic()
+        if line["status"] == self._status and now < self._next_s and progress.done_bytes < progress.total_bytes:
+            return None
+        self._status, self._next_s = line["status"], now + _INTERVAL_S
+        return line
+
+    def _words(self, progress: StoreProgress) -> Line:
+        status = _STATUS.get(progress.state)
+        if status is not None:
+            return {"status": status}
+        if not self._digest:
+            return {"status": "pulling"}
+        return {
+            "status": f"pulling {self._digest[:_NAMED_DIGITS]}", "digest": f"sha256:{self._digest}",
+            "total": progress.total_bytes, "completed": progress.done_bytes,
+        }  # fmt: skip
+
+
+def allowed(store: ModelStore | None) -> ModelStore:
+    """The store, if clients may use it; else raises UnsupportedError."""
+    if store is None:
+        raise UnsupportedError(
+            "models are not fetched or removed over HTTP here: start the server with --allow-pull (or set allow_pull), or "
+            "do it on the command line: `localllm pull`, `localllm models rm`"
+        )
+    return store
+
 
 # The Ollama release whose API this is; VS Code requires at least 0.6.4.
 VERSION = "0.12.11"

@@ -16,8 +16,7 @@ from localllm.errors import RequestError
 from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedFields, first_limit
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.collector import CollectedChoice, ReplyCollector
-from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import CollectedChoice, Outcome, ReplyCollector, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox

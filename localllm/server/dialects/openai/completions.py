@@ -23,8 +23,7 @@ from localllm.server.dialects.openai.chat import (
     wants_usage,
 )
 from localllm.server.dialects.wire import quote, timings_body, token_logprob
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import GenerationJob, Outcome, ReplyUsage
+from localllm.server.generation.job import GenerationJob, Outcome, ReplyCollector, ReplyUsage
 from localllm.server.generation.prompt import text_job
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox

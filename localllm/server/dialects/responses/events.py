@@ -12,8 +12,7 @@ from localllm.errors import LocalLLMError
 from localllm.server.dialects.responses.items import ResponsesFields
 from localllm.server.dialects.responses.toolbox import CustomInputReader, Toolbox
 from localllm.server.dialects.wire import comment, compacted_comment, logprob_entry, quote
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import Outcome, PrefillProgress, ReplyCollector, ReplyUsage, ReplyWriter
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 
