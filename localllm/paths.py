@@ -43,7 +43,7 @@ def kv_evidence_dir() -> Path:
 
 
 def decisions_dir() -> Path:
-    """Temperatures fitted for the decisions of a model, a file a model (server/dialects/systemone/temperature.py)."""
+    """Temperatures fitted for the decisions of a model, a file a model (server/dialects/systemone/questions.py)."""
     return data_dir() / "decisions"
 
 

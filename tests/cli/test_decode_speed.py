@@ -26,7 +26,7 @@ from localllm.cli.serve.decode_speed import (
 from localllm.cli.serve.served_models import planned
 from localllm.device.probes.conditions import Conditions, changed, moment
 from localllm.engine.messages import Generation, Request, Sampling
-from localllm.server.dialects.openai.model_list import entry as model_entry
+from localllm.server.dialects.openai.routes import entry as model_entry
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.worker import ModelMetadata, ModelWorker
 from support.scripted_engine import ScriptedEngine

@@ -1,4 +1,5 @@
-"""Routes of OpenAI's API, and of others that take the same bodies (Mistral's FIM, llama.cpp's /apply-template)."""
+"""Routes of OpenAI's API, the list of models, and others that take the same bodies (Mistral's FIM, llama.cpp's
+/apply-template)."""
 
 from __future__ import annotations
 
@@ -11,14 +12,142 @@ from pydantic import Field
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import RequestBody
-from localllm.server.dialects.openai import chat, completions, model_list
+from localllm.server.dialects.openai import chat, completions
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
 from localllm.server.dialects.route import Route, mount, mount_prompt
 from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, Texts, cut, numbers
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.models.router import ServedModel
+from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.proxy.upstreams import RemoteModel
 from localllm.server.serving import Server
+
+# `runs_on` of a model of this server.
+HERE = "this server"
+# Fields taken over from an upstream's list.
+_TOLD = ("created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta")
+# Codex has long instructions for OpenAI's models and none for ours. Short, as a local context is small.
+_INSTRUCTIONS = """\
+You are a coding agent in the Codex CLI. You work in the user's own files, in the directory named in the environment context.
+
+- Do the task to its end before you answer: look at the files it is about, make the changes, run what shows that they work.
+- Run commands with the shell tool: rg or grep to search, sed -n to read a part of a file. Read a file before you change it.
+- Change files with apply_patch where it is offered, else by a command. A patch begins with *** Begin Patch, then for each \
+file *** Update File: path with @@ and lines that begin with a space, - or + (or *** Add File: path with + lines, or \
+*** Delete File: path), and ends with *** End Patch. Lines without + must be in the file word for word.
+- Change only what the task needs, in the style of the code around it. Never undo changes that you did not make.
+- Instructions in AGENTS.md files hold for the directory they stand in.
+- When a command fails, read its output and try another way. Don't repeat the same call.
+- Answer briefly: what you changed and where, what you checked, and what is left to do.
+"""
+
+
+def entry(model: ServedModel) -> dict[str, Any]:
+    """One model in OpenAI's format, with what editors look for (`context_length`, `meta.n_ctx`, `architecture`, `status`)
+    and fields of ours: `physics` (bytes per token and this machine's rates), `notice` (how it runs), `sampling` (the
+    defaults), `has_system` (the preset has a system prompt)."""
+    n_ctx = model.served_n_ctx
+    info = model.info
+    body: dict[str, Any] = {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "localllm",
+        "runs_on": HERE,
+        "aliases": list(model.aliases),
+        "context_length": n_ctx,
+        "max_model_len": n_ctx,
+        "capabilities": model.capabilities,
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "status": status(model),
+        "meta": {"n_ctx": n_ctx},
+    }
+    if not (model.facts.embeds or model.facts.ranks):
+        drawn = model.sampling
+        body["sampling"] = {name: getattr(drawn, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        body["has_system"] = bool(model.defaults.system)
+    if model.facts.physics:
+        body["physics"] = dict(model.facts.physics)
+    if model.worker.notice:
+        body["notice"] = model.worker.notice
+    if info is not None:
+        body["meta"] = {
+            "n_ctx": n_ctx,
+            "n_ctx_train": info.n_ctx_train,
+            "n_vocab": info.n_vocab,
+            "n_params": info.n_params,
+            "size": info.weights_bytes,
+            "architecture": info.architecture,
+        }
+    return body
+
+
+def remote_entry(model: RemoteModel) -> dict[str, Any]:
+    """An upstream's model: that server's facts under our name, and the server's name, never its address."""
+    told = {k: model.facts[k] for k in _TOLD if k in model.facts}
+    context = told.get("context_length") or told.get("max_model_len")
+    return {
+        "created": 0,
+        **told,
+        "id": model.name,
+        "object": "model",
+        "owned_by": model.upstream.name,
+        "runs_on": model.upstream.name,
+        **({"context_length": context, "max_model_len": context} if context else {}),
+    }
+
+
+def status(model: ServedModel) -> dict[str, Any]:
+    """llama.cpp's status: loaded, loading (with `progress`) or unloaded."""
+    worker = model.worker
+    if worker.loading and not worker.loaded:
+        return {"value": "loading", "progress": round(worker.progress, 3)}
+    if worker.loaded:
+        return {"value": "loaded"}
+    return {"value": "unloaded", **({"failed": True} if worker.failure else {})}
+
+
+def openai_list(models: ModelRouter) -> dict[str, Any]:
+    """The list; Codex reads `models` beside OpenAI's `data`."""
+    served = models.list()
+    return {
+        "object": "list",
+        "data": [*(entry(m) for m in served), *(remote_entry(m) for m in models.elsewhere())],
+        "models": [
+            codex_entry(m.name, m.served_n_ctx, reasons="thinking" in m.capabilities)
+            for m in served
+            if not m.facts.embeds
+        ],
+    }
+
+
+def codex_entry(name: str, n_ctx: int | None, *, reasons: bool) -> dict[str, Any]:
+    """One model in the format of Codex's catalogue. `reasons`: it is a reasoning model."""
+    efforts = ("none", "low", "medium", "high") if reasons else ()
+    return {
+        "slug": name,
+        "display_name": name,
+        "description": None,
+        "default_reasoning_level": "medium" if reasons else None,
+        "supported_reasoning_levels": [{"effort": e, "description": e} for e in efforts],
+        "shell_type": "default",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 1,
+        "upgrade": None,
+        "base_instructions": _INSTRUCTIONS,
+        "supports_reasoning_summaries": reasons,
+        "support_verbosity": False,
+        "default_verbosity": None,
+        "apply_patch_tool_type": "freeform",
+        "truncation_policy": {"mode": "bytes", "limit": 10_000},
+        "supports_parallel_tool_calls": True,
+        "context_window": n_ctx,
+        "max_context_window": n_ctx,
+        "experimental_supported_tools": [],
+        "input_modalities": ["text"],
+    }
+
 
 _Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
@@ -102,7 +231,7 @@ def routes(server: Server) -> APIRouter:
     @router.get("/models", include_in_schema=False)
     async def list_models() -> dict[str, Any]:
         """The models this server offers."""
-        return model_list.openai_list(server.models)
+        return openai_list(server.models)
 
     @router.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> dict[str, Any]:
@@ -110,8 +239,8 @@ def routes(server: Server) -> APIRouter:
         elsewhere = server.models.upstreams
         remote = elsewhere.find(model_id) if elsewhere is not None else None
         if remote is not None and not await server.models.has(model_id):
-            return model_list.remote_entry(remote)
-        return model_list.entry(server.models.resolve(model_id))
+            return remote_entry(remote)
+        return entry(server.models.resolve(model_id))
 
     mount(router, server, CHAT, COMPLETIONS, FILL_IN)
     # llama.cpp's path; its body is that of a chat.

@@ -18,9 +18,17 @@ from localllm.errors import RequestError, UnsupportedError, WorkerDiedError
 from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import post, refusing
-from localllm.server.dialects.systemone import temperature
 from localllm.server.dialects.systemone.forks import BEGUN, CannotDecideError, Forks, Spent
-from localllm.server.dialects.systemone.questions import Content, Question, as_text
+from localllm.server.dialects.systemone.questions import (
+    Content,
+    Question,
+    as_text,
+    fit_temperature,
+    loss,
+    save_temperature,
+    saved_temperature,
+    softmax,
+)
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
@@ -85,8 +93,8 @@ def routes(server: Server) -> APIRouter:
         async def work() -> Response:
             with server.serving(model):
                 scores, spent, fingerprint = await _scores(server, model, fields, fields.orders)
-            t = fields.temperature or temperature.saved(fingerprint)
-            answers = {name: q.answer(temperature.softmax(scores[name], t)) for name, q in fields.questions.items()}
+            t = fields.temperature or saved_temperature(fingerprint)
+            answers = {name: q.answer(softmax(scores[name], t)) for name, q in fields.questions.items()}
             body = {"model": model.name, "answers": answers, "temperature": t, "usage": spent.body()}
             return JSONResponse(body, headers=answer_headers(ignored))
 
@@ -106,9 +114,9 @@ def routes(server: Server) -> APIRouter:
                     scores, cost, fingerprint = await _scores(server, model, example, fields.orders)
                     spent.add(cost)
                     examples += ((scores[name], option) for name, option in options.items())
-            t = await asyncio.to_thread(temperature.fit, examples)
-            temperature.save(fingerprint, t, len(examples))
-            losses = {"before": temperature.loss(examples, 1.0), "after": temperature.loss(examples, t)}
+            t = await asyncio.to_thread(fit_temperature, examples)
+            save_temperature(fingerprint, t, len(examples))
+            losses = {"before": loss(examples, 1.0), "after": loss(examples, t)}
             found = {"model": model.name, "temperature": t, "examples": len(examples), "loss_nats": losses}
             return JSONResponse({**found, "usage": spent.body()}, headers=answer_headers(ignored))
 
