@@ -39,12 +39,11 @@ JobFactory: TypeAlias = Callable[[EngineClient], Awaitable[GenerationJob]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one API frames its streams and errors. `streams`: it streams unless the client says `stream: false`."""
+    """How one API frames its streams, and errors in them. `streams`: it streams unless the client says `stream: false`."""
 
     media_type: str
     frame_error: Callable[[LocalLLMError], bytes]
     keepalive: Callable[[PrefillProgress], bytes]
-    error_body: Callable[[LocalLLMError], dict[str, Any]] = LocalLLMError.to_openai
     streams: bool = False
 
 
@@ -110,7 +109,6 @@ class Server:
                 media_type=dialect.media_type,
                 keepalive=progress_frame,
                 frame_error=translated.frame_error or dialect.frame_error,
-                error_body=dialect.error_body,
                 headers=lambda: headers,
             )
 

@@ -12,12 +12,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from localllm.errors import LocalLLMError, RequestError
+from localllm.errors import RequestError
 from localllm.server.dialects.fields import HINTS, Fields, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.http.accounts import admins_only, caller
 from localllm.server.http.asgi import answer_headers
-from localllm.server.http.errors import headers_of
 from localllm.server.http.json_body import read_json, worked
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
@@ -58,7 +57,6 @@ def mount(router: APIRouter, server: Server, *routes: Route[Any, Any]) -> None:
 
 def mount_answer(router: APIRouter, route: Route[Any, Any], endpoint: Endpoint, *, streams: str = "") -> None:
     """Serve `route` and its aliases by `endpoint`."""
-    endpoint = refusing(route.dialect, endpoint)
     post(router, route.path, endpoint, route.about, body_of(route.fields, *route.keys, streams=streams))
     for alias in route.aliases:
         router.add_api_route(alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False)
@@ -82,19 +80,7 @@ def mount_prompt(
         text, tokens, ignored = await server.prompt(translated, model)
         return JSONResponse(body(text, tokens), headers=answer_headers([*unknown, *ignored]))
 
-    post(router, path, refusing(route.dialect, prompt), about, body_of(route.fields, *body("", 0)))
-
-
-def refusing(dialect: Dialect, endpoint: Endpoint) -> Endpoint:
-    """`endpoint`, with errors in the dialect's format."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except LocalLLMError as e:
-            return JSONResponse(dialect.error_body(e), status_code=e.http_status, headers=headers_of(e))
-
-    return answer
+    post(router, path, prompt, about, body_of(route.fields, *body("", 0)))
 
 
 def _answering(server: Server, route: Route[Any, Any]) -> Endpoint:

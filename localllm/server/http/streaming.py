@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError
 from localllm.server.http.asgi import OWN_SEND, PROBES, WRITE, Receive, Scope, Send
-from localllm.server.http.errors import headers_of, internal, log_failure
+from localllm.server.http.errors import envelope, headers_of, internal, log_failure
 from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import ServerSettings
 
@@ -90,7 +90,6 @@ class StreamResponse(Response):
         media_type: str,
         keepalive: Callable[[], bytes],
         frame_error: Callable[[LocalLLMError], bytes],
-        error_body: Callable[[LocalLLMError], dict[str, Any]] = LocalLLMError.to_openai,
         headers: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         super().__init__()
@@ -98,7 +97,6 @@ class StreamResponse(Response):
         self._settings = settings
         self._keepalive = keepalive
         self._frame_error = frame_error
-        self._error_body = error_body
         self._media_type = media_type
         self._more_headers = headers
 
@@ -111,7 +109,7 @@ class StreamResponse(Response):
                 await asyncio.wait_for(outbox.wait(), self._settings.grace_s)
             error = outbox.error
             if outbox.closed and outbox.empty and error is not None:
-                await send_json(send, error.http_status, self._error_body(error), headers_of(error))
+                await send_json(send, error.http_status, envelope(error, scope["path"]), headers_of(error))
             else:
                 await self._stream(outbox, scope, send)
         finally:

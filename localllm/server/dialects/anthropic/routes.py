@@ -146,7 +146,7 @@ def usage_body(usage: ReplyUsage) -> dict[str, Any]:
     }
 
 
-_ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping, anthropic_envelope)
+_ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping)
 
 
 def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:

@@ -30,12 +30,11 @@ from localllm.server.dialects.ollama.requests import (
     OllamaPull,
 )
 from localllm.server.dialects.openapi import body_of
-from localllm.server.dialects.route import PreloadRequest, Route, mount, post, refusing
+from localllm.server.dialects.route import PreloadRequest, Route, mount, post
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
 from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import answer_headers, ignored_header
-from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ServedModel
@@ -130,7 +129,7 @@ def allowed(store: ModelStore | None) -> ModelStore:
 # The Ollama release whose API this is; VS Code requires at least 0.6.4.
 VERSION = "0.12.11"
 # No keep-alives: clients parse every line, even a blank one.
-_OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", ollama_envelope, streams=True)
+_OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", streams=True)
 # Load parameters have no effect, and nothing is sampled.
 _EMBED_HINTS = requests.HINTS | {"options", "truncate"}
 _UNSUPPORTED = ("/api/create", "/api/push", "/api/copy")
@@ -248,7 +247,6 @@ def _managing(router: APIRouter, server: Server) -> None:
             media_type=_OLLAMA.media_type,
             keepalive=lambda: b"",
             frame_error=lines.frame_error,
-            error_body=ollama_envelope,
             headers=lambda: headers,
         )
 
@@ -272,19 +270,17 @@ def _managing(router: APIRouter, server: Server) -> None:
 
     about = "Fetch a model, where --allow-pull lets clients do that"
     described = body_of(OllamaPull, "status", streams="application/x-ndjson")
-    post(router, "/api/pull", refusing(_OLLAMA, pull), about, described)
+    post(router, "/api/pull", pull, about, described)
     router.add_api_route(
         "/api/delete",
-        refusing(_OLLAMA, delete),
+        delete,
         methods=["DELETE"],
         response_model=None,
         description="Remove a model from this disk, where --allow-pull lets clients do that",
         openapi_extra=body_of(OllamaManaged),
     )
     for path in _UNSUPPORTED:
-        router.add_api_route(
-            path, refusing(_OLLAMA, unsupported), methods=["POST"], response_model=None, include_in_schema=False
-        )
+        router.add_api_route(path, unsupported, methods=["POST"], response_model=None, include_in_schema=False)
 
 
 def _about_models(router: APIRouter, server: Server) -> None:
@@ -316,4 +312,4 @@ def _about_models(router: APIRouter, server: Server) -> None:
         body = await asyncio.to_thread(model_list.show, model, template)
         return JSONResponse(body, headers=ignored_header(ignored))
 
-    post(router, "/api/show", refusing(_OLLAMA, show), "One model's facts", body_of(OllamaManaged, "capabilities"))
+    post(router, "/api/show", show, "One model's facts", body_of(OllamaManaged, "capabilities"))

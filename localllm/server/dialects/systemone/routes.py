@@ -17,7 +17,7 @@ from localllm.engine.messages import Generation
 from localllm.errors import RequestError, UnsupportedError, WorkerDiedError
 from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.openapi import body_of
-from localllm.server.dialects.route import post, refusing
+from localllm.server.dialects.route import post
 from localllm.server.dialects.systemone.forks import BEGUN, CannotDecideError, Forks, Spent
 from localllm.server.dialects.systemone.questions import (
     Content,
@@ -29,7 +29,6 @@ from localllm.server.dialects.systemone.questions import (
     saved_temperature,
     softmax,
 )
-from localllm.server.dialects.wire import EVENTS
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import ResponseOptions
@@ -126,9 +125,9 @@ def routes(server: Server) -> APIRouter:
         "Answer typed questions (choice, score, noul) about a state by the model's probabilities, without writing text"
     )
     described = body_of(SystemOneFields, "model", "answers", "usage")
-    post(router, "/v1/systemone", refusing(EVENTS, decide), about, described)
+    post(router, "/v1/systemone", decide, about, described)
     about = "Fit the temperature of a model's decisions to answers that are right, and keep it"
-    post(router, "/v1/systemone/fit", refusing(EVENTS, fit), about, body_of(FitFields, "model", "temperature", "usage"))
+    post(router, "/v1/systemone/fit", fit, about, body_of(FitFields, "model", "temperature", "usage"))
     return router
 
 
