@@ -25,9 +25,8 @@ from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import IGNORED, ignored_header, request_id
 from localllm.server.http.json_body import worked
-from localllm.server.http.kept_streams import KeptStreams
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.streaming import Outbox, StreamResponse, unless_left
+from localllm.server.http.streaming import KeptStreams, Outbox, StreamResponse, unless_left
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.served import ModelDefaults, ModelStore
 from localllm.server.models.unloading import KeepAlive

@@ -44,12 +44,11 @@ class Launchd:
             service.log_file.parent.mkdir(parents=True, exist_ok=True)
         changed = write_all(self.files(service))
         self._ask("bootout", self._target, allowed=_NO_SUCH)
-        for _ in range(_TRIES):
-            said = self.call(["launchctl", "bootstrap", f"gui/{self.uid}", str(self.plist)])
-            if said.code not in _STILL_LEAVING:
+        for attempt in range(_TRIES):
+            allowed = _STILL_LEAVING if attempt < _TRIES - 1 else ()
+            if not self._ask("bootstrap", f"gui/{self.uid}", str(self.plist), allowed=allowed).code:
                 break
             self.wait(1.0)
-        self._judge(said, ("bootstrap", f"gui/{self.uid}", str(self.plist)), ())
         return changed
 
     def restart(self) -> None:
@@ -62,10 +61,9 @@ class Launchd:
 
     def state(self) -> State:
         """From `launchctl print`."""
-        said = self.call(["launchctl", "print", self._target])
-        if said.code in _NO_SUCH:
+        said = self._ask("print", self._target, allowed=_NO_SUCH)
+        if said.code:
             return State(installed=self.plist.exists(), detail="not loaded", at_login=self.plist.exists())
-        self._judge(said, ("print", self._target), ())
         return parse_print(said.out)
 
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
@@ -77,13 +75,9 @@ class Launchd:
 
     def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> CommandResult:
         said = self.call(["launchctl", *words])
-        self._judge(said, words, allowed)
-        return said
-
-    @staticmethod
-    def _judge(said: CommandResult, words: tuple[str, ...], allowed: tuple[int, ...]) -> None:
         if said.code and said.code not in allowed:
             raise ServiceError(f"`launchctl {' '.join(words)}` failed ({said.code}): {said.text}")
+        return said
 
 
 def agent(service: Service) -> str:

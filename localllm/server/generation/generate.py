@@ -174,7 +174,9 @@ async def _continued(engine: EngineClient, request: Request, text: list[str], so
 def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
     """`request` for the rest of an answer whose reasoning has ended."""
     least = max(0, request.generation.min_tokens - so_far.usage.completion_tokens)
-    rest = _with_generation(request, max_tokens=_tokens_left(request, so_far), min_tokens=least)
+    most = request.generation.max_tokens
+    left = None if most is None else max(0, most - so_far.usage.completion_tokens)
+    rest = _with_generation(request, max_tokens=left, min_tokens=least)
     add_bos = request.add_bos and isinstance(prompt, str)
     return replace(rest, prompt=prompt, add_bos=add_bos, goes_on=True, thinking=None)
 
@@ -210,12 +212,6 @@ async def _generate_reasoning(
 def _with_generation(request: Request, **changes: Any) -> Request:
     """`request` with some fields of its Generation changed."""
     return replace(request, generation=replace(request.generation, **changes))
-
-
-def _tokens_left(request: Request, so_far: Finish) -> int | None:
-    """Tokens left of `max_tokens`; None = the remaining context."""
-    most = request.generation.max_tokens
-    return None if most is None else max(0, most - so_far.usage.completion_tokens)
 
 
 async def _append_to_prompt(engine: EngineClient, request: Request, text: str) -> str | list[int]:

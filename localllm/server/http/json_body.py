@@ -79,7 +79,8 @@ def _window_bits(body: bytes, encoding: str) -> int | None:
             return _GZIP
         case "deflate":
             # The standard means zlib's format; some clients send raw deflate (RFC 9110, 8.4.1.2).
-            return _ZLIB if _is_zlib(body) else _RAW
+            is_zlib = len(body) >= 2 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
+            return _ZLIB if is_zlib else _RAW
     raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
 
 
@@ -90,10 +91,6 @@ def _unpacked(unpacker: zlib._Decompress, packed: bytes) -> Iterator[bytes]:
         piece = unpacker.decompress(packed, _PIECE_BYTES)
         packed = unpacker.unconsumed_tail
         yield piece
-
-
-def _is_zlib(body: bytes) -> bool:
-    return len(body) >= 2 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
 
 
 def nests_deeper(body: bytes, levels: int, slice_bytes: int = _SLICE_BYTES) -> bool:

@@ -29,9 +29,17 @@ class Recent(Generic[Key, Value]):
     def put(self, key: Key, value: Value) -> Value:
         """Keep `value`; returns it."""
         if key in self._entries:
-            self._size -= self._size_of(self._entries.pop(key))
+            self.pop(key)
         self._entries[key] = value
         self._size += self._size_of(value)
         while len(self._entries) > 1 and (len(self._entries) > self._most or self._size > self._most_size):
             self._size -= self._size_of(self._entries.popitem(last=False)[1])
         return value
+
+    def pop(self, key: Key) -> None:
+        """Forget the entry, which is there."""
+        self._size -= self._size_of(self._entries.pop(key))
+
+    def values(self) -> list[Value]:
+        """Every entry, that which was not used the longest first."""
+        return [*self._entries.values()]

@@ -160,9 +160,11 @@ class _EncryptedError(Exception):
 
 def check_tls(files: TlsFiles) -> None:
     """Raise UsageError unless a server can be run with these files."""
-    for name, path in (("--tls-cert", files.certificate), ("--tls-key", files.key)):
-        if path is not None:
-            _check_readable(name, path)
+    for name, path in (("--tls-cert", files.certificate), ("--tls-key", files.key or files.certificate)):
+        try:
+            _start(path)
+        except OSError as e:
+            raise UsageError(f"{name} {path} can't be read: {e.strerror or e}") from e
     key = files.key or files.certificate
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files.certificate, files.key, _refuse_password)
@@ -179,13 +181,6 @@ def check_tls(files: TlsFiles) -> None:
         else:
             why = f"{files.certificate} and {key} are not a certificate and its key as PEM text ({e.reason or e})"
         raise UsageError(f"TLS: {why}", hint="both are files as certbot, mkcert or openssl write them") from e
-
-
-def _check_readable(name: str, path: Path) -> None:
-    try:
-        _start(path)
-    except OSError as e:
-        raise UsageError(f"{name} {path} can't be read: {e.strerror or e}") from e
 
 
 def _start(path: Path) -> bytes:

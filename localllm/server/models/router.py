@@ -140,7 +140,8 @@ class ModelRouter:
     def _by_pattern(self, name: str) -> ServedModel | None:
         """The model of the most specific pattern that matches."""
         matching = [p for p in self._patterns if fnmatchcase(_key(name), p)]
-        return self._patterns[max(matching, key=_specificity)] if matching else None
+        matching.sort(key=lambda pattern: pattern.count("*") + pattern.count("?") - len(pattern))
+        return self._patterns[matching[0]] if matching else None
 
     def _unknown(self, name: str) -> ModelNotFoundError:
         names = [m.name for m in self.list()]
@@ -200,10 +201,6 @@ class ModelRouter:
 def is_pattern(alias: str) -> bool:
     """Whether an alias has wildcards."""
     return "*" in alias or "?" in alias
-
-
-def _specificity(pattern: str) -> int:
-    return sum(c not in "*?" for c in pattern)
 
 
 def _key(name: str) -> str:

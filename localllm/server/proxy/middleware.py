@@ -13,7 +13,7 @@ from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.json_body import JsonBody, keep_body, read_body
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, accepted, relay, until_disconnect
-from localllm.server.proxy.upstreams import RemoteModel, Upstream, Upstreams, names_a_model
+from localllm.server.proxy.upstreams import RemoteModel, Upstreams, names_a_model
 from localllm.server.proxy.usage_meter import meter_for
 
 AskName = Callable[[str], Awaitable[bool]]
@@ -93,10 +93,7 @@ class ProxyMiddleware:
             if now - self._listed_s < _LIST_TTL_S:
                 return
             self._listed_s = now
-            await asyncio.gather(*(self._learn(upstream) for upstream in self.upstreams.all))
-
-    async def _learn(self, upstream: Upstream) -> None:
-        url = upstream.base_url.rstrip("/") + "/models"
-        entries = await self._http.models(url, upstream.key)
-        if entries:
-            self.upstreams.learn(upstream, entries)
+            listing = (self._http.models(u.base_url.rstrip("/") + "/models", u.key) for u in self.upstreams.all)
+            for upstream, entries in zip(self.upstreams.all, await asyncio.gather(*listing), strict=True):
+                if entries:
+                    self.upstreams.learn(upstream, entries)

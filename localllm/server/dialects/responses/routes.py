@@ -12,9 +12,9 @@ from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS, read
 from localllm.server.dialects.responses import items
 from localllm.server.dialects.responses.events import ResponseEvents, replay
-from localllm.server.dialects.responses.items import ResponsesFields
-from localllm.server.dialects.responses.store import (
+from localllm.server.dialects.responses.items import (
     PageFields,
+    ResponsesFields,
     ResponseStore,
     page,
 )
@@ -22,7 +22,7 @@ from localllm.server.dialects.responses.toolbox import Toolbox
 from localllm.server.dialects.route import COUNT, Route, event_number, mount, mount_prompt
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.http.accounts import PerCaller
-from localllm.server.http.kept_streams import StreamGoneError
+from localllm.server.http.streaming import StreamGoneError
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server, TranslatedRequest
 
