@@ -20,7 +20,7 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt, wants_bos
-from localllm.server.http.recent import Recent
+from localllm.server.http.recent import RecentlyUsed
 from localllm.server.models.router import ServedModel
 from localllm_backends.control_text import control_texts
 
@@ -41,7 +41,7 @@ class TokenCounts:
     """A cache of token counts, since a conversation comes back with every turn; the least recently used evicted first."""
 
     def __init__(self) -> None:
-        self._kept: Recent[bytes, int] = Recent(_MAX_COUNTS)
+        self._kept: RecentlyUsed[bytes, int] = RecentlyUsed(_MAX_COUNTS)
 
     async def of(self, engine: EngineClient, text: str) -> int:
         """How many tokens `text` has in the engine's vocabulary."""

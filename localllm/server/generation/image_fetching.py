@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.addresses import address_kind
 from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError
-from localllm.server.http.recent import Recent
+from localllm.server.http.recent import RecentlyUsed
 from localllm.server.http.settings import is_address, is_loopback
 from localllm.server.http.sockets import trusted_certificates
 
@@ -64,8 +64,8 @@ class ImageFetcher:
     hosts: Collection[tuple[str, int]] = ()
     whole_s: float = _WHOLE_S
     most_images: int = MOST_IMAGES
-    _cache: Recent[str, _Fetched] = field(
-        default_factory=lambda: Recent(_CACHED_IMAGES, _CACHE_BYTES, lambda image: len(image.data))
+    _cache: RecentlyUsed[str, _Fetched] = field(
+        default_factory=lambda: RecentlyUsed(_CACHED_IMAGES, _CACHE_BYTES, lambda image: len(image.data))
     )
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
 

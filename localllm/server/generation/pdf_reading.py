@@ -13,7 +13,7 @@ from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.pdf import Pdf
 from localllm.errors import UnsupportedError
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.http.recent import Recent
+from localllm.server.http.recent import RecentlyUsed
 
 # Child processes at once, one core each.
 _MAX_PARALLEL = 2
@@ -27,7 +27,9 @@ _CACHED_PDFS = 4096
 class PdfReader:
     """Reads PDFs in child processes, with a cache."""
 
-    _cache: Recent[tuple[bytes, bool], Pdf] = field(default_factory=lambda: Recent(_CACHED_PDFS, _CACHE_BYTES, _size))
+    _cache: RecentlyUsed[tuple[bytes, bool], Pdf] = field(
+        default_factory=lambda: RecentlyUsed(_CACHED_PDFS, _CACHE_BYTES, _size)
+    )
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
 
     async def read(self, chat: ChatRequest, *, sees: bool) -> ChatRequest:

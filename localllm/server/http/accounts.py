@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from localllm.errors import AuthError, LocalLLMError
 from localllm.server.http.prometheus import labels, metric
-from localllm.server.http.recent import Recent
+from localllm.server.http.recent import RecentlyUsed
 
 _MINUTE_S = 60.0
 # Retry-After for a key at its limit of parallel requests: when one ends is not known.
@@ -186,7 +186,7 @@ class PerCaller(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._of: Recent[str, T] = Recent(_MOST_CALLERS)
+        self._of: RecentlyUsed[str, T] = RecentlyUsed(_MOST_CALLERS)
 
     def current(self) -> T:
         """The current caller's."""
@@ -215,7 +215,7 @@ class Accounts:
             (key.digest, Account(key.name, key.limits, clock, admin=key.admin, share_cache=key.share_cache))
             for key in keys
         ]
-        self._delegated: Recent[tuple[str, bytes], Account] = Recent(_MOST_CALLERS)
+        self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MOST_CALLERS)
         if owner_key is not None:
             self._keys.append((digest_of(owner_key.encode()), Account("", clock=clock, owner=True)))
 

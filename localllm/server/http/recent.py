@@ -10,7 +10,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Recent(Generic[Key, Value]):
+class RecentlyUsed(Generic[Key, Value]):
     """Entries by their keys: at most `most` of them, which are at most `most_size` together by `size_of`. The one that
     was not used the longest goes first; the newest stays, however large."""
 

@@ -26,7 +26,7 @@ from localllm.server.dialects.responses.toolbox import INPUT, Toolbox, flat_name
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.asgi import new_id
-from localllm.server.http.recent import Recent
+from localllm.server.http.recent import RecentlyUsed
 
 # Entries, and characters as JSON.
 _MAX_ENTRIES, _MAX_CHARS = 256, 64 * 2**20
@@ -86,7 +86,9 @@ class ResponseStore:
     """Past responses with their whole conversations."""
 
     def __init__(self) -> None:
-        self._entries: Recent[str, _StoredResponse] = Recent(_MAX_ENTRIES, _MAX_CHARS, lambda stored: stored.chars)
+        self._entries: RecentlyUsed[str, _StoredResponse] = RecentlyUsed(
+            _MAX_ENTRIES, _MAX_CHARS, lambda stored: stored.chars
+        )
 
     def put(self, body: dict[str, Any], before: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]) -> None:
         """Store a finished response with its input items: those of earlier responses, then its own."""
