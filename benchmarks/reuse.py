@@ -25,7 +25,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -222,7 +221,9 @@ def _not_found(server: Server) -> int:
 
 
 def _ask(seen: TokensRead, server: Server, messages: Messages) -> str:
-    return seen.ask(messages, partial(server.target.chat, messages, _ANSWER_TOKENS)).text
+    answer = server.target.chat(messages, _ANSWER_TOKENS)
+    seen.add(messages, answer)
+    return answer.text
 
 
 def _stop(server: Server) -> None:

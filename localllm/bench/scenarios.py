@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 
 from localllm.bench.ratio import Better, RoundComparison
 from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
@@ -125,15 +125,6 @@ class Scenarios:
         if tokens:
             self.put(PREFILL, t, tokens / answer.ttft_s)
 
-    def run_two(self, t: BenchTarget) -> None:
-        self._streams(t, 2)
-
-    def run_four(self, t: BenchTarget) -> None:
-        self._streams(t, 4)
-
-    def run_eight(self, t: BenchTarget) -> None:
-        self._streams(t, 8)
-
     def _streams(self, t: BenchTarget, n: int) -> None:
         """Aggregate decode of n streams that start together."""
         texts = [f"Tell story {self.fresh()}." for _ in range(n)]
@@ -145,6 +136,10 @@ class Scenarios:
         gaps = [gap for answer in answers for gap in answer.gaps_s]
         if len(gaps) >= _ENOUGH_GAPS:
             self.put(BenchFigure(_EVEN.format(n), "ms", "less"), t, statistics.quantiles(gaps, n=20)[-1] * 1000)
+
+    run_two = partialmethod(_streams, n=2)
+    run_four = partialmethod(_streams, n=4)
+    run_eight = partialmethod(_streams, n=8)
 
     def run_copy(self, t: BenchTarget) -> None:
         """A file repeated with one change. The same one for every server in a round: what a model copies faithfully, and so how
@@ -167,23 +162,17 @@ class Scenarios:
 
     def _stall(self, t: BenchTarget) -> StreamedAnswer | None:
         """One story; None once it is measured, else the story, which ended too soon."""
-        going, over = threading.Event(), threading.Event()
+        decoding = threading.Event()
 
-        def first() -> StreamedAnswer:
-            def heard(n: int) -> None:
-                if n == _ALONE:
-                    going.set()
-
-            try:
-                return t.chat(user(f"Long story {self.fresh()}"), _STALLED, on_piece=heard)
-            finally:
-                over.set()
-                going.set()
+        def heard(n: int) -> None:
+            if n == _ALONE:
+                decoding.set()
 
         with ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(first)
-            going.wait()
-            if over.is_set():
+            stream = pool.submit(t.chat, user(f"Long story {self.fresh()}"), _STALLED, on_piece=heard)
+            stream.add_done_callback(lambda _: decoding.set())
+            decoding.wait()
+            if stream.done():
                 return stream.result()
             begun = time.perf_counter()
             other = t.chat(user(unique(610, self.fresh())), 4)
@@ -236,23 +225,23 @@ class Scenarios:
         system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []
-        told = True
+        counted = seen is not None
 
         def ask(messages: Messages, n: int) -> StreamedAnswer:
-            def send() -> StreamedAnswer:
-                return self._some(t, t.chat(messages, n))
-
-            return seen.ask(messages, send) if seen is not None else send()
+            answer = self._some(t, t.chat(messages, n))
+            if seen is not None:
+                seen.add(messages, answer)
+            return answer
 
         for turn in range(4):
             for i, messages in enumerate(chats):
                 answer = ask(messages, 24)
                 if (turn, i) != (0, 0):
                     ttfts.append(answer.ttft_s)
-                    told = told and answer.cached_tokens is not None
+                    counted = counted and answer.cached_tokens is not None
                 messages += [{"role": "assistant", "content": answer.text}, *user(f"And then, number {turn}?")]
                 ask(user("Write a title of three words for a chat."), 6)
-        if seen is not None and told:
+        if seen is not None and counted:
             self.put(TWICE, t, seen.twice)
         self.put(TURNS, t, 1000 * statistics.mean(ttfts))
 

@@ -59,15 +59,13 @@ class TokensRead:
         self._lines: list[list[int]] = []
         self.twice = 0
 
-    def ask(self, messages: Messages, ask: Callable[[], StreamedAnswer]) -> StreamedAnswer:
-        """Send a request by `ask` and count. The answer's own tokens count as read too, as far as its text makes the
-        same tokens again; the last token of a prompt does not: it is always computed, its logits are needed."""
+    def add(self, messages: Messages, answer: StreamedAnswer) -> None:
+        """Count one request. The answer's own tokens count as read too, as far as its text makes the same tokens again; the
+        last token of a prompt does not: it is always computed, its logits are needed."""
         prompt = list(self._tokens(messages))
         known = min(max((common(prompt, line) for line in self._lines), default=0), len(prompt) - 1)
-        answer = ask()
         self.twice += max(0, known - (answer.cached_tokens or 0))
         self._lines += [prompt, list(self._tokens([*messages, {"role": "assistant", "content": answer.text}]))]
-        return answer
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

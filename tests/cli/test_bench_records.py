@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.cli.bench.measure import second_fastest
+from localllm.cli.bench.timing import second_fastest
 from localllm.cli.commands import bench
 from localllm.load import measurements
 from localllm_catalog import catalog

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from localllm.bench.against import ScenarioResult
-    from localllm.bench.stream import BenchTarget
+from localllm.bench import against
+from localllm.bench.scenarios import DEFAULT
+from localllm.bench.stream import BenchTarget, free_port
+from localllm.errors import BackendError, UsageError
+from localllm.settings import Settings
 
 _OURS = "localllm"
 _STARTED_S, _STOPPED_S = 300.0, 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Servers:
-    """Those to compare: at `urls`, with a command for each that starts it again, or none; and `localllm serve` on `model`
-    before them if one is named."""
-
-    model: str | None
-    urls: Sequence[str]
-    restarts: Sequence[str] = ()
-
-
-def compare(servers: Servers, scenarios: str | None, rounds: int) -> ScenarioResult:
-    """Measure them; `scenarios`: a list with commas, None for the usual ones. Raises UsageError, and BackendError where
-    one does not answer."""
-    import sys
-
-    from localllm.bench import against
-    from localllm.bench.scenarios import DEFAULT
-    from localllm.errors import UsageError
-    from localllm.settings import Settings
-
-    model, urls, restarts = servers.model, servers.urls, servers.restarts
+def compare(
+    model: str | None, urls: Sequence[str], restarts: Sequence[str], scenarios: str | None, rounds: int
+) -> against.ScenarioResult:
+    """Measure the servers at `urls`, with a command for each that starts it again, or none, and before them `localllm serve`
+    on `model` if one is named. `scenarios`: a list with commas, None for the usual ones. Raises UsageError, and BackendError
+    where one does not answer."""
     if restarts and len(restarts) != len(urls):
         raise UsageError(f"{len(restarts)} --restart-cmd for {len(urls)} --against", hint="give one for each, in order")
     names = against.chosen(scenarios) if scenarios else [*DEFAULT, *(["restart"] if restarts else [])]
@@ -43,21 +35,17 @@ def compare(servers: Servers, scenarios: str | None, rounds: int) -> ScenarioRes
     commands: Sequence[str | None] = restarts or [None] * len(urls)
     others = [against.target_of(url, key, command) for url, command in zip(urls, commands, strict=True)]
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     if model is None:
-        return against.run(others, names, rounds, say)
+        return against.run(others, names, rounds, report)
     with own_server(model, key) as ours:
-        return against.run([ours, *others], names, rounds, say)
+        return against.run([ours, *others], names, rounds, report)
 
 
-def show(found: ScenarioResult, *, as_json: bool) -> None:
+def show(found: against.ScenarioResult, *, as_json: bool) -> None:
     """Print what was found. Raises BackendError where something failed, once all is said."""
-    import json
-
-    from localllm.errors import BackendError
-
     print(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))
     if found.faults:
         raise BackendError(f"{len(found.faults)} measurements failed: {found.faults[0]}")
@@ -66,14 +54,6 @@ def show(found: ScenarioResult, *, as_json: bool) -> None:
 @contextmanager
 def own_server(model: str, key: str) -> Iterator[BenchTarget]:
     """`localllm serve MODEL` in a process of its own, with a cache of its own, for as long as the block runs."""
-    import os
-    import signal
-    import subprocess
-    import sys
-    import tempfile
-
-    from localllm.bench.stream import BenchTarget, free_port
-
     port = free_port()
     command = [sys.executable, "-m", "localllm", "serve", model, "--host", "127.0.0.1", "--port", str(port), "--quiet"]
     with tempfile.TemporaryDirectory(prefix="localllm-bench-") as cache:
@@ -100,12 +80,8 @@ def own_server(model: str, key: str) -> Iterator[BenchTarget]:
                 _stop(process)
 
 
-def _wait(target: BenchTarget, process: Any) -> None:
+def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
     """Until it answers; raises BackendError once it has ended, its own words being on stderr."""
-    import time
-
-    from localllm.errors import BackendError
-
     end_s = time.monotonic() + _STARTED_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
@@ -118,10 +94,8 @@ def _wait(target: BenchTarget, process: Any) -> None:
     raise BackendError(f"localllm serve was not ready within {_STARTED_S:.0f} s")
 
 
-def _stop(process: Any) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     """End it as a person would; it writes what it knows."""
-    import subprocess
-
     process.terminate()
     try:
         process.wait(_STOPPED_S)

@@ -3,11 +3,16 @@ restart, each next to what was predicted."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from localllm.bench import plot
+from localllm.cli.bench import speculation
+from localllm.cli.bench.timing import answer, loaded, prompt_of, second_fastest
+from localllm.errors import LocalLLMError
 
 if TYPE_CHECKING:
     from localllm.engine.worker.client import WorkerClient, WorkerOptions
@@ -38,11 +43,9 @@ class Sweep:
 
     async def run(self) -> dict[str, Any]:
         """Everything. Raises the LocalLLMError that the model as planned ended in; a variation that does not run is told."""
-        from localllm.cli.bench import speculation
-
         with tempfile.TemporaryDirectory(prefix="localllm-bench-") as disk:
-            options = self._options(engine={**self.load.options.engine, "disk_dir": disk, "draft": "auto"})
-            async with _engine(options) as engine:
+            options = replace(self.load.options, engine={**self.load.options.engine, "disk_dir": disk, "draft": "auto"})
+            async with loaded(options) as engine:
                 await self._depths(engine)
                 await self._streams(engine)
                 prompt = await self._first_tokens(engine)
@@ -52,17 +55,12 @@ class Sweep:
         await self._variations()
         return self.found
 
-    def _options(self, **changed: Any) -> WorkerOptions:
-        return replace(self.load.options, **changed)
-
     def _fresh(self) -> int:
         self._seed += 1
         return self._seed
 
     async def _depths(self, engine: WorkerClient) -> None:
         """Decode and prefill at each depth that the context has room for; the prompt is read once for all rounds."""
-        from localllm.cli.bench.measure import answer, prompt_of, second_fastest
-
         rows: list[dict[str, Any]] = []
         prefill_tok_s = 0.0
         for depth in DEPTHS:
@@ -103,10 +101,6 @@ class Sweep:
 
     async def _streams(self, engine: WorkerClient) -> None:
         """So many answers at once, together and each."""
-        import asyncio
-
-        from localllm.cli.bench.measure import answer, prompt_of, second_fastest
-
         rows = []
         for n in STREAMS:
             if n > engine.info.n_seq_max:
@@ -125,10 +119,6 @@ class Sweep:
 
     async def _first_tokens(self, engine: WorkerClient) -> list[int]:
         """The time to a first token: cold, then the same prompt again with a few tokens more."""
-        import asyncio
-
-        from localllm.cli.bench.measure import answer, prompt_of
-
         self.say("first token, cold and warm")
         prompt = prompt_of(engine, self._fresh(), min(PROMPT, engine.info.n_ctx // 2))
         cold = await answer(engine, "cold", prompt, 4, cache=True)
@@ -145,10 +135,8 @@ class Sweep:
 
     async def _restart(self, options: WorkerOptions, prompt: list[int]) -> None:
         """The same prompt in a new process: what the disk tier brings back."""
-        from localllm.cli.bench.measure import answer, prompt_of
-
         self.say("first token after a restart, from disk")
-        async with _engine(options) as engine:
+        async with loaded(options) as engine:
             await answer(engine, "awake", prompt_of(engine, self._fresh(), 16), 4)
             again = await answer(engine, "restarted", [*prompt, *prompt[:8]], 4, cache=True)
             kept = await engine.snapshot()
@@ -157,34 +145,26 @@ class Sweep:
 
     async def _variations(self) -> None:
         """KV types and micro-batches other than planned, each in a load of its own."""
-        spec = self.load.options.spec
-        self.found["kv_types"] = [
-            {"kv_type": kind, **row}
-            for kind in KV_TYPES
-            if (row := await self._variation(f"KV {kind}", kv_type_k=kind, kv_type_v=kind)) is not None
-        ]
-        sizes = sorted({n for n in (*BATCHES, spec.n_batch) if n})
-        self.found["micro_batches"] = [
-            {"tokens": n, **row}
-            for n in sizes
-            if (row := await self._variation(f"micro-batches of {n}", n_batch=n)) is not None
-        ]
+        sizes = sorted({n for n in (*BATCHES, self.load.options.spec.n_batch) if n})
+        kv_types = [(f"KV {kind}", {"kv_type": kind}, {"kv_type_k": kind, "kv_type_v": kind}) for kind in KV_TYPES]
+        micro_batches = [(f"micro-batches of {n}", {"tokens": n}, {"n_batch": n}) for n in sizes]
+        for title, variations in (("kv_types", kv_types), ("micro_batches", micro_batches)):
+            rows = [await self._variation(name, key, changed) for name, key, changed in variations]
+            self.found[title] = [row for row in rows if row is not None]
 
-    async def _variation(self, name: str, **changed: Any) -> dict[str, Any] | None:
-        from localllm.cli.bench.measure import answer, prompt_of, second_fastest
-        from localllm.errors import LocalLLMError
-
+    async def _variation(self, name: str, key: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any] | None:
         self.say(name)
-        options = self._options(
+        options = replace(
+            self.load.options,
             spec=replace(self.load.options.spec, **changed),
             engine={**self.load.options.engine, "disk_dir": None, "draft": "off"},
         )
         try:
-            async with _engine(options) as engine:
+            async with loaded(options) as engine:
                 n = min(DEEP, engine.info.n_ctx // 2)
                 prompt = prompt_of(engine, self._fresh(), n)
                 runs = [await answer(engine, f"{i}", prompt, TOKENS, cache=True) for i in range(ROUNDS)]
-                return {
+                return key | {
                     "depth": n,
                     "decode_tok_s": second_fastest([run.decode_tok_s for run in runs]),
                     "prefill_tok_s": runs[0].prefill_tok_s,
@@ -195,21 +175,8 @@ class Sweep:
             return None
 
 
-@asynccontextmanager
-async def _engine(options: WorkerOptions) -> AsyncIterator[WorkerClient]:
-    from localllm.engine.worker.supervisor import Supervisor
-
-    supervisor = Supervisor(options)
-    try:
-        yield await supervisor.engine()
-    finally:
-        await supervisor.close()
-
-
 def table(found: dict[str, Any]) -> list[str]:
     """The figures as lines of at most 80 columns, and the picture."""
-    from localllm.bench import plot
-
     points = [plot.PlotPoint(r["depth"], r["decode_tok_s"], r.get("predicted_tok_s")) for r in found["depths"]]
     said = [
         "",

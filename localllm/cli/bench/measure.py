@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from localllm.cli.bench.timing import answer, loaded, prompt_of, second_fastest
 
 if TYPE_CHECKING:
     from localllm.engine.worker.client import WorkerClient
@@ -24,64 +27,15 @@ SHORT_PROMPT_TOKENS = 16
 _POWER_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """Rates in tokens/s after and before the first token (0: nothing of the prompt had to be read), that token's time in
-    seconds, how many prompt tokens were known, and the seconds of decoding."""
-
-    decode_tok_s: float
-    prefill_tok_s: float
-    ttft_s: float
-    cached_tokens: int
-    decode_s: float
-
-
-def prompt_of(engine: WorkerClient, seed: int, n: int) -> list[int]:
-    """`n` tokens of this model's vocabulary, others for every seed."""
-    return [5 + (seed * 7919 + i * 104729) % (engine.info.n_vocab - 10) for i in range(n)]
-
-
-async def answer(engine: WorkerClient, name: str, prompt: list[int], n: int, *, cache: bool = False) -> Timed:
-    """`n` tokens behind `prompt`, without drafting. Raises the LocalLLMError that it ended in."""
-    from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
-    from localllm.errors import by_code
-
-    greedy = Generation(Sampling(temperature=0.0), n, ignore_eos=True, cache_prompt=cache)
-    async for event in engine.submit(Request(f"bench-{name}", prompt, greedy, draft="off")):
-        if isinstance(event, Failure):
-            raise by_code(event.code, event.message, hint=event.hint)
-        if isinstance(event, Finish):
-            t, usage = event.timings, event.usage
-            read = len(prompt) - usage.cached_tokens
-            return Timed(
-                (usage.completion_tokens - 1) / t.decode_s if t.decode_s else 0.0,
-                read / t.prefill_s if t.prefill_s else 0.0,
-                t.ttft_s,
-                usage.cached_tokens,
-                t.decode_s,
-            )
-    raise by_code("backend_error", "the measurement ended without a result")
-
-
-def second_fastest(rates: Sequence[float]) -> float:
-    """Of three rounds the median; of more, what the machine does when left alone, without the one lucky round."""
-    return sorted(rates)[-2:][0]
-
-
 async def measure(load: LoadPlan, *, drafting: bool) -> dict[str, Any]:
     """Speed and memory of the model; `drafting`: also with drafting off and on."""
-    from dataclasses import replace
-
     from localllm.cli.bench import speculation
-    from localllm.engine.worker.supervisor import Supervisor
 
     options = load.options
     # Whatever the settings say: each request then says whether it wants drafts.
     if drafting and options.engine.get("draft") != "mtp":
         options = replace(options, engine={**options.engine, "draft": "auto"})
-    supervisor = Supervisor(options)
-    try:
-        engine = await supervisor.engine()
+    async with loaded(options) as engine:
         n_prompt = min(PROMPT_TOKENS, engine.info.n_ctx // 2)
         await _round(engine, 0, n_prompt)
         short, decoded, prefilled = await _rounds(engine, n_prompt)
@@ -101,14 +55,10 @@ async def measure(load: LoadPlan, *, drafting: bool) -> dict[str, Any]:
         if drafting:
             figures["speculation"] = await speculation.measure(engine, ROUNDS)
         return figures
-    finally:
-        await supervisor.close()
 
 
 async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], list[float], list[float]]:
     """Decode after a few tokens, decode and prefill of `n_prompt` tokens, in tokens/s, round by round."""
-    import time
-
     short: list[float] = []
     decoded: list[float] = []
     prefilled: list[float] = []
@@ -127,8 +77,6 @@ async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], lis
 
 async def _power(engine: WorkerClient) -> dict[str, Any] | None:
     """Watts and joules per decoded token, for as long as meters need; None where nothing on this machine says."""
-    import time
-
     from localllm.device.probes.power import PowerMeter
 
     tokens, began_s = 0, time.monotonic()
@@ -150,8 +98,6 @@ async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]
 
 def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     """Predicted figures and likely causes of a shortfall; the run becomes a record the planner reads."""
-    import datetime
-
     from localllm.device.detect import detect
     from localllm.library.catalog import load_catalog
     from localllm.load import measurements

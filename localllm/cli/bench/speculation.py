@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from localllm.bench.ratio import rotated
 from localllm.bench.scenarios import NAMES, source_file
+from localllm.cli.bench.timing import finished
+from localllm.errors import UsageError
 
 if TYPE_CHECKING:
     from localllm.engine.worker.client import WorkerClient
@@ -78,7 +82,7 @@ async def measure(engine: WorkerClient, rounds: int) -> dict[str, Any]:
     for workload in WORKLOADS:
         runs = Runs()
         for turn in range(rounds):
-            for mode in MODES if turn % 2 == 0 else reversed(MODES):
+            for mode in rotated(MODES, turn):
                 rate, accepted, rejected = await _decode(engine, workload, seed, mode)
                 runs.tok_s[mode].append(rate)
                 runs.accepted += accepted
@@ -90,8 +94,6 @@ async def measure(engine: WorkerClient, rounds: int) -> dict[str, Any]:
 
 async def _probed(engine: WorkerClient) -> None:
     """Wait until the engine knows what verifying costs here: the figure settles once it was timed."""
-    import asyncio
-
     before = (await engine.snapshot()).get("verify_8_cost")
     for _ in range(round(_PROBE_WAIT_S / _PROBE_LOOK_S)):
         await asyncio.sleep(_PROBE_LOOK_S)
@@ -101,27 +103,19 @@ async def _probed(engine: WorkerClient) -> None:
 
 async def _decode(engine: WorkerClient, workload: str, seed: int, mode: str) -> tuple[float, int, int]:
     """(tokens/s, accepted, rejected drafted tokens) of one greedy request."""
-    from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
-    from localllm.errors import by_code
+    from localllm.engine.messages import Generation, Request, Sampling
 
     tokens, n = await _fitting(engine, workload, seed)
     sampling = Sampling(temperature=0.0, repeat_penalty=_PENALTY[workload], repeat_last_n=TOKENS[workload])
     generation = Generation(sampling, n, ignore_eos=True, cache_prompt=False)
-    request = Request(f"bench-{workload}-{seed}", tokens, generation, draft=mode)
-    async for event in engine.submit(request):
-        if isinstance(event, Failure):
-            raise by_code(event.code, event.message, hint=event.hint)
-        if isinstance(event, Finish):
-            usage = event.usage
-            rate = (usage.completion_tokens - 1) / event.timings.decode_s
-            return rate, usage.accepted_draft_tokens, usage.rejected_draft_tokens
-    raise by_code("backend_error", "the measurement ended without a result")
+    finish = await finished(engine, Request(f"bench-{workload}-{seed}", tokens, generation, draft=mode))
+    usage = finish.usage
+    rate = (usage.completion_tokens - 1) / finish.timings.decode_s
+    return rate, usage.accepted_draft_tokens, usage.rejected_draft_tokens
 
 
 async def _fitting(engine: WorkerClient, workload: str, seed: int) -> tuple[list[int], int]:
     """The prompt's tokens and how many to generate; a shorter file where the context is short."""
-    from localllm.errors import UsageError
-
     n = TOKENS[workload]
     for functions in range(FUNCTIONS, 1, -1):
         tokens = await engine.tokenize(prompt(workload, seed, functions), add_bos=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,7 @@ from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
 from localllm.cli.commands.shared import Json, Power, print_json
 
 if TYPE_CHECKING:
-    from localllm.load.load_plan import LoadPlan
+    pass
 
 
 def bench(
@@ -60,9 +62,6 @@ def bench(
 
     With --against, servers are measured instead, in turn: those named, and `localllm serve MODEL` if a MODEL is named.
     """
-    import asyncio
-    import sys
-
     from localllm.cli.bench import compare as earlier
 
     if take_in is not None or (share is not None and model is None and not full):
@@ -72,8 +71,8 @@ def bench(
     if against:
         from localllm.cli.bench import against as servers_compared
 
-        servers = servers_compared.Servers(model, against, tuple(restart_cmd or ()))
-        servers_compared.show(servers_compared.compare(servers, scenarios, rounds), as_json=as_json)
+        compared = servers_compared.compare(model, against, restart_cmd or (), scenarios, rounds)
+        servers_compared.show(compared, as_json=as_json)
         return
     from localllm.cli.bench.measure import compare_and_keep, measure
     from localllm.load.load_plan import load_plan_named
@@ -83,9 +82,13 @@ def bench(
     print(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …", file=sys.stderr)
     figures = asyncio.run(measure(load, drafting=speculation))
     if full:
-        figures["full"] = _full(load)
-    if (paced := load.options.engine.get("power", 1.0)) != 1.0:
-        figures["power_share"] = paced  # says nothing of what this machine can do
+        from localllm.cli.bench.full import Sweep
+
+        sweep = Sweep(load, lambda step: print(f"  {step} …", file=sys.stderr, flush=True))
+        figures["full"] = asyncio.run(sweep.run())
+    power_share = load.options.engine.get("power", 1.0)
+    if power_share != 1.0:
+        figures["power_share"] = power_share  # says nothing of what this machine can do
     else:
         figures.update(compare_and_keep(load, figures))
     if then is not None:
@@ -98,18 +101,7 @@ def bench(
     print("\n".join(lines(figures)))
 
 
-def _full(load: LoadPlan) -> dict[str, Any]:
-    import asyncio
-    import sys
-
-    from localllm.cli.bench.full import Sweep
-
-    return asyncio.run(Sweep(load, lambda text: print(f"  {text} …", file=sys.stderr, flush=True)).run())
-
-
 def _share(export: Path | None, take_in: Path | None) -> None:
-    import sys
-
     from localllm.load import measurements
 
     if take_in is not None:
