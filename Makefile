@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; 
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chat test test-long test-oldest test-clean test-vulkan check unit format bench peers docs release clean help
+.PHONY: chat test quick profile replay snapshots test-long test-oldest test-clean test-vulkan check unit format bench peers docs release clean help
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,22 @@ check: $(VENV)/.dev ## lint, format, types, import rules, catalog schema
 JOBS ?= 2
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
+
+# The laws of the house and what is pure: no model is loaded, no server started. Under a minute on two cores.
+QUICK := tests/test_*.py tests/catalog tests/grammars/test_gbnf.py tests/grammars/test_json_lark.py \
+	$(wildcard tests/conversation/test_[hmn]*.py)
+quick: $(VENV)/.dev ## lint, the laws of the house and the pure tests, in less than a minute
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -k "not largest_headers" $(QUICK) $(ARGS)
+
+replay: $(VENV)/.dev ## send a recorded request to a running server again: make replay FILE=body.json
+	$(BIN)/python -m benchmarks clients replay $(FILE) $(ARGS)
+
+profile: $(VENV)/.dev ## where the time of an engine's step goes, on an emulated device: make profile CASE=2.5/8/greedy
+	$(BIN)/python -m benchmarks step --profile $(or $(CASE),2.5/8/defaults)
+
+snapshots: $(VENV)/.dev ## draw the pictures of the chat's screens anew (look at the difference before you commit it)
+	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/tui/test_snapshots.py $(ARGS)
 
 test-long: $(VENV)/.dev ## run the tests that are too long for every run, and new examples of the others
 	LOCALLLM_TEST_EXAMPLES=new $(BIN)/python -m pytest -m "long or hypothesis" $(ARGS)

@@ -1,11 +1,11 @@
-"""Real clients against the real server: `clients loops`, `clients scenes`, and `clients table`, which writes docs/clients.md."""
+"""Real clients against the real server: `clients loops`, `scenes`, `table` (writes docs/clients.md), and `replay` of what one sent."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-_PARTS = ("loops", "scenes", "table")
+_PARTS = ("loops", "scenes", "table", "replay")
 
 
 def main() -> None:

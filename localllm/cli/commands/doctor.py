@@ -11,6 +11,7 @@ from localllm.cli.commands.shared import Json, print_json
 
 if TYPE_CHECKING:
     from localllm.device.health import HealthCheck
+    from localllm.device.types import Device, Readings
 
 
 def doctor(
@@ -22,7 +23,10 @@ def doctor(
         ),
     ] = False,
     file: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="With --accelerator: the file to write.")
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE", help="Write what the probes read (or --accelerator's report) for an issue."
+        ),
     ] = None,
     kv: Annotated[
         str,
@@ -34,38 +38,67 @@ def doctor(
 
     --accelerator computes on the device with the starter model: ten tokens beside the processor's, and every rule that an
     engine must keep. Its report is one text file, made to be attached to an issue. --kv compares a model's logits with
-    quantised KV and with f16, and keeps the figures for its next plan.
+    quantised KV and with f16, and keeps the figures for its next plan. --report alone writes what the probes read of this
+    machine, without serial numbers.
     """
     if accelerator:
         _examine(file or Path("localllm-self-test.txt"), as_json=as_json)
         return
     if kv:
         measure_kv(kv)
-    from dataclasses import asdict, replace
+    import sys
+    from dataclasses import asdict
+
+    from localllm.device.detect import from_readings
+    from localllm.device.probes.systems import read
+    from localllm.device.types import device_to_json
+
+    readings = read()
+    found = from_readings(readings)
+    checks = _checks(found)
+    if as_json:
+        body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
+        print_json(body)
+        return
+    said = lines(checks)
+    print("\n".join(said))
+    if file is not None:
+        write_recording(file, readings, found.name, said)
+        print(f"wrote {file}: attach it to an issue", file=sys.stderr)
+
+
+def _checks(found: Device) -> list[HealthCheck]:
+    """Everything that is looked at, of the machine `found` and of this installation."""
+    from dataclasses import replace
 
     from localllm import paths
     from localllm.cli.doctor_checks import speed_checks, token_checks
     from localllm.cli.own_name import name_checks
     from localllm.device import in_use
-    from localllm.device.detect import hardware
     from localllm.device.health import judge
     from localllm.device.probes import health
-    from localllm.device.types import device_to_json
 
-    found = hardware()
     facts = replace(
         health.read(paths.cache_dir(), paths.data_dir()),
         llama_cpp=in_use.build_here(fresh=True),
         other_engines=_other_engines(),
     )
-    checks = [
-        *judge(found, facts), *token_checks(facts.llama_cpp), *speed_checks(), *name_checks(), *kv_checks(paths.kv_evidence_dir()),
-    ]  # fmt: skip
-    if as_json:
-        body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
-        print_json(body)
-        return
-    print("\n".join(lines(checks)))
+    tokens = token_checks(facts.llama_cpp)
+    return [*judge(found, facts), *tokens, *speed_checks(), *name_checks(), *kv_checks(paths.kv_evidence_dir())]
+
+
+def write_recording(file: Path, readings: Readings, machine: str, checks: list[str]) -> None:
+    """What the probes read, and what was found of it. Raises UsageError where it can't be written."""
+    from localllm import __version__
+    from localllm.device.recording import recorded
+    from localllm.errors import UsageError
+
+    try:
+        file.write_text(
+            recorded(readings, machine, f"localllm {__version__} doctor --report", checks), encoding="utf-8"
+        )
+    except OSError as e:
+        raise UsageError(f"{file} can't be written: {e}", hint="name another file") from e
 
 
 def _other_engines() -> dict[str, str]:
