@@ -1,4 +1,4 @@
-"""What doctor finds out by running something, or by what was run: a token on each backend, and each model's speed of late."""
+"""What doctor finds out by running something: a token on each backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 # A start that compiles shaders may take minutes; doctor says so instead of waiting.
 _PATIENCE_S = 120.0
-_MOST_TOLD = 5
 
 
 def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
@@ -90,21 +89,3 @@ def _smallest(formats: tuple[str, ...]) -> Path | None:
 
 def _speed(answer: dict[str, float]) -> str:
     return f"{1 / answer['decode_s']:.3g} tok/s" if answer.get("decode_s") else "a token came"
-
-
-def speed_checks() -> list[HealthCheck]:
-    """Whether each model's latest start was as fast as those before (decode_speed.py)."""
-    from localllm.cli.serve import decode_speed
-    from localllm.device.health import HealthCheck
-
-    name = "speed of late"
-    latest = {key: starts[-1] for key, starts in decode_speed.load().items() if starts}
-    if not latest:
-        return [HealthCheck(name, "not checked", "no model has answered enough here to say how fast it is")]
-    slower = [
-        HealthCheck(name, "warning", f"{start.date}: {start.notice}") for start in latest.values() if start.notice
-    ]
-    if slower:
-        return slower[-_MOST_TOLD:]
-    n = len(latest)
-    return [HealthCheck(name, "ok", f"{n} model{'s' * (n != 1)} as fast as at earlier starts, or without any")]

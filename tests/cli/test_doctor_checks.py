@@ -1,4 +1,4 @@
-"""doctor runs what it speaks of: tokens on each backend, and the speed that each model had of late."""
+"""doctor runs what it speaks of: tokens on each backend."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.doctor_checks import speed_checks, token_checks
-from localllm.cli.serve import decode_speed
-from localllm.cli.serve.decode_speed import StartRecord
+from localllm.cli.doctor_checks import token_checks
 from localllm.device.ggml import GgmlBuild
 from localllm.library import starter
 
@@ -33,15 +31,3 @@ def test_a_model_that_can_not_be_run_is_an_error_with_its_reason(
     monkeypatch.setattr(starter, "path", lambda: None)
     assert token_checks(GgmlBuild(folder=""))[0].status == "not checked"
     assert not [c for c in token_checks(None) if c.name == "llama.cpp token"]
-
-
-def test_a_start_that_was_slower_is_a_warning_until_one_is_not() -> None:
-    assert [check.status for check in speed_checks()] == ["not checked"]
-    decode_speed.keep("m", StartRecord("2026-01-01", {"0": 0.01}))
-    assert [check.status for check in speed_checks()] == ["ok"]
-    decode_speed.keep("m", StartRecord("2026-01-02", {"0": 0.02}, {}, "m is slower than it was here: 50 tok/s"))
-    (check,) = speed_checks()
-    assert check.status == "warning"
-    assert "2026-01-02: m is slower" in check.message
-    decode_speed.keep("m", StartRecord("2026-01-03", {"0": 0.01}))
-    assert [check.status for check in speed_checks()] == ["ok"]

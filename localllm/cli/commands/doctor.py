@@ -72,7 +72,7 @@ def _checks(found: Device) -> list[HealthCheck]:
     from dataclasses import replace
 
     from localllm import paths
-    from localllm.cli.doctor_checks import speed_checks, token_checks
+    from localllm.cli.doctor_checks import token_checks
     from localllm.cli.own_name import name_checks
     from localllm.device import in_use
     from localllm.device.health import judge
@@ -84,7 +84,7 @@ def _checks(found: Device) -> list[HealthCheck]:
         other_engines=_other_engines(),
     )
     tokens = token_checks(facts.llama_cpp)
-    return [*judge(found, facts), *tokens, *speed_checks(), *name_checks(), *kv_checks(paths.kv_evidence_dir())]
+    return [*judge(found, facts), *tokens, *name_checks(), *kv_checks(paths.kv_evidence_dir())]
 
 
 def write_recording(file: Path, readings: Readings, machine: str, checks: list[str]) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from localllm.device.health import BuildFacts, HealthFacts, WorkerProcess
 from localllm.device.probes import read_text, run
-from localllm.device.probes.conditions import on_battery
 
 _WORKERS = {"localllm.engine.worker.worker", "localllm.engine.worker.embedding"}
 
@@ -29,7 +28,7 @@ def read(cache: Path, data: Path) -> HealthFacts:
         swap=_swap(),
         pressure=read_text("/proc/pressure/memory"),
         platform_profile=read_text("/sys/firmware/acpi/platform_profile"),
-        on_battery=on_battery(),
+        on_battery=_on_battery(),
         pmset=power or None,
         workers=workers(),
     )
@@ -124,3 +123,14 @@ def workers() -> tuple[WorkerProcess, ...]:
 def _may_own_workers(command: list[str]) -> bool:
     """A worker's server runs in a Python (`localllm serve`, a test, a notebook); an init or session manager is none."""
     return any("python" in Path(part).name.lower() or "localllm" in part for part in command)
+
+
+def _on_battery() -> bool | None:
+    """Whether this machine runs on its battery; None where it does not say."""
+    import psutil
+
+    try:
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError):
+        return None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
