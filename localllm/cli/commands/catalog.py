@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ def catalog(context: typer.Context) -> None:
     from localllm.library.catalog import OLD_DAYS, age_days, load_catalog, user_folder
 
     models = load_catalog().models
-    variants = [v for m in models for v in m.variants]
+    variants = list(chain.from_iterable(m.variants for m in models))
     made = sum(v.is_estimate for v in variants)
     days = age_days(user_folder())
     print(f"{len(models)} models, {len(variants)} files, {made} of them constructed: no listing shows them")

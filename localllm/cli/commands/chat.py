@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -71,7 +72,7 @@ def chat(
     # Everything that can be wrong with what was typed is said before a model is loaded.
     if prompt is not None and not prompt.strip() and not attach:
         raise UsageError("the question is empty", hint='ask something: localllm chat "What is a lighthouse?"')
-    attached = [found for path in attach or () for found in _texts(path)]
+    attached = list(chain.from_iterable(_texts(path) for path in attach or ()))
     check_room(attached, context)
     question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
     drawn = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}

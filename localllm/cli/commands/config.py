@@ -43,7 +43,7 @@ def config(
     if as_json:
         print_json({"config_file": str(path), "settings": rows})
         return
-    print(table([(r["name"], _said(r["value"]), r["origin"], r["help"]) for r in rows]))
+    print(table([(r["name"], _shown(r["value"]), r["origin"], r["help"]) for r in rows]))
     there = "" if path.exists() else " (not there yet)"
     print(f"\nset them by `localllm config set NAME VALUE` (in {path}{there}),", file=sys.stderr)
     print("by LOCALLLM_NAME in the environment, or by flags", file=sys.stderr)
@@ -75,7 +75,7 @@ def set_(
     document = _document()
     document[setting.name] = list(parsed) if isinstance(parsed, tuple) else parsed
     path = _write(document)
-    _say_origin(setting, f"{setting.name} = {'(set)' if name in _SECRET else _said(parsed)} in {path}")
+    _print_origin(setting, f"{setting.name} = {'(set)' if name in _SECRET else _shown(parsed)} in {path}")
 
 
 @app.command(short_help="Remove one from config.toml.")
@@ -90,7 +90,7 @@ def unset(
         return
     del document[setting.name]
     path = _write(document)
-    _say_origin(setting, f"{setting.name} is no longer set in {path}: {_said(setting.default)} by default")
+    _print_origin(setting, f"{setting.name} is no longer set in {path}: {_shown(setting.default)} by default")
 
 
 @app.command(short_help="Open config.toml in your editor, and check it afterwards.")
@@ -161,7 +161,7 @@ def _write(document: TOMLDocument) -> Path:
     return path
 
 
-def _say_origin(setting: Setting, said: str) -> None:
+def _print_origin(setting: Setting, said: str) -> None:
     """`said`, and what stands above config.toml for that setting."""
     import os
 
@@ -189,7 +189,7 @@ def settings_now() -> list[dict[str, Any]]:
     ]
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
     return "automatic" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

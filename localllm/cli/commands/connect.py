@@ -40,14 +40,14 @@ def connect(
     base = (url or f"http://127.0.0.1:{settings.value('port')}").rstrip("/").removesuffix("/v1")
     target = target_of(base, model, settings.value("api_key") or _own_key(base))
     recipe = recipe_of(target, Path.home())
-    _say(recipe, write)
+    _print_steps(recipe, write)
     if check:
         failures = run_checks(target, recipe.probes)
         if failures:
             raise LocalLLMError(f"{failures} of {recipe.name}'s calls failed")
 
 
-def _say(recipe: ClientRecipe, write: bool) -> None:
+def _print_steps(recipe: ClientRecipe, write: bool) -> None:
     """Print what is to be done by hand, and with `write` write the files."""
     for file in recipe.files:
         if write:

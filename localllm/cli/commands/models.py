@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,7 +150,7 @@ def verify(
     from localllm.library import store
     from localllm.library.resolve import find
 
-    wanted = [m for ref in refs for m in find(ref)] if refs else store.scan()
+    wanted = list(chain.from_iterable(map(find, refs))) if refs else store.scan()
     results = []
     for model in wanted:
         if not quiet and sys.stderr.isatty():

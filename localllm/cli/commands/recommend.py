@@ -117,7 +117,7 @@ def recommend(
         from localllm.cli.recommend import cluster
 
         workload = _workload(purpose, context, parallel, min_speed)
-        view.out(cluster.told(device, link, model, workload, as_json=as_json))
+        view.out(cluster.answer(device, link, model, workload, as_json=as_json))
         return
     if compare:
         answers.compare(

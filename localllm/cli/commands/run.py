@@ -74,7 +74,7 @@ def run(
             command = sandboxed(command, folder, home)
             changed |= {"HOME": str(home), "TMPDIR": str(home)}
         recipe = _written(recipe, home)
-        _say(recipe, target.model, engine.base_url, changed, folder if sandbox else None)
+        _print_start(recipe, target.model, engine.base_url, changed, folder if sandbox else None)
         code = _started(command, changed, settings.without)
     raise typer.Exit(code)
 
@@ -95,7 +95,9 @@ def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
     return replace(recipe, files=files)
 
 
-def _say(recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str], writes: Path | None) -> None:
+def _print_start(
+    recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str], writes: Path | None
+) -> None:
     import sys
 
     assert recipe.run is not None
@@ -156,7 +158,7 @@ def sandboxed(command: Sequence[str], folder: Path, home: Path) -> list[str]:
     import json
     import shutil
 
-    hidden = [place for name in _SECRETS if (place := Path.home() / name).exists()]
+    hidden = [place for place in (Path.home() / name for name in _SECRETS) if place.exists()]
     bwrap = shutil.which("bwrap")
     if bwrap is not None:
         base = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-pid"]

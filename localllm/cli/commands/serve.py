@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -106,7 +107,7 @@ def serve(
         "draft": draft, "backend": backend, "parallel": parallel, "images": images,
         "allow_pull": allow_pull, "offline": offline, "only": only,
         "allow_host": allow_host or None, "allow_origin": allow_origin or None, "tls_cert": tls_cert, "tls_key": tls_key,
-        "allow_image_hosts": [name for sent in allow_image_hosts or [] for name in sent.split(",")] or None,
+        "allow_image_hosts": list(chain.from_iterable(sent.split(",") for sent in allow_image_hosts or [])) or None,
         "pool": pool or None, "workers": workers or None,
     }  # fmt: skip
     settings = Settings(flags)

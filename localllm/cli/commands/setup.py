@@ -182,7 +182,7 @@ def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: 
     from localllm.setup.builds import SetupError
 
     for found in _findings(machine):
-        _say(found)
+        _report(found)
     if not host.version:
         raise SetupError(
             "llama-cpp-python is not installed beside localllm", hint="pip install llama-cpp-python, then again"
@@ -194,11 +194,11 @@ def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: 
         )
     for recipe in recipes:
         if recipe.into_environment:
-            _say(f"{recipe.title} ({recipe.takes})")
-            install.make_in_environment(recipe, _say)
-            _say("MLX works")
+            _report(f"{recipe.title} ({recipe.takes})")
+            install.make_in_environment(recipe, _report)
+            _report("MLX works")
         else:
-            chain.settle(recipe, host, model, _say, again=again, accept_slower=lambda said: keep or _asked(said))
+            chain.settle(recipe, host, model, _report, again=again, accept_slower=lambda said: keep or _asked(said))
 
 
 def _asked(said: str) -> bool:
@@ -206,5 +206,5 @@ def _asked(said: str) -> bool:
     return sys.stdin.isatty() and typer.confirm(f"It works, but {said}. Take it all the same?", err=True)
 
 
-def _say(sentence: str) -> None:
+def _report(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)

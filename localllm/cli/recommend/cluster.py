@@ -1,4 +1,4 @@
-"""`localllm recommend --link …`: one model over several machines, told in a few lines or as JSON."""
+"""`localllm recommend --link …`: one model over several machines, in a few lines or as JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from localllm.device.types import Device
     from localllm.planner.cluster import ClusterPlan, SharedPlan
     from localllm.planner.types import Workload
@@ -32,14 +34,44 @@ def machines(text: str) -> list[Device]:
     return found
 
 
-def told(device: str | None, link: str, reference: str | None, workload: Workload, *, as_json: bool) -> list[str]:
-    """The answer, line by line. Raises UsageError where a question is not whole."""
+def answer(device: str | None, link: str, reference: str | None, workload: Workload, *, as_json: bool) -> list[str]:
+    """The answer, line by line. Raises UsageError where the question lacks something."""
     import json
 
     from localllm.library.catalog import load_catalog
     from localllm.library.describe import describe
     from localllm.planner import cluster, plan
     from localllm.planner.types import RunSettings
+
+    boxes, reference = _joined(device, link, reference)
+    model, quant = describe(reference, load_catalog())
+    settings = RunSettings(n_ctx=plan.context_for(model, workload), slots=workload.parallel)
+    way = cluster.LINKS[link]
+    variants = [v for v in model.variants if not quant or v.quant.lower() == quant.lower()]
+    plans = [(v.quant, cluster.plan(model, v, settings, boxes, way)) for v in variants if not v.is_folder]
+    shareable = [v for v in variants if not cluster.why_not(model, v, boxes)]
+    shared = [(v.quant, cluster.tensor_parallel_plan(model, v, settings, boxes, way)) for v in shareable]
+    if as_json:
+        return [json.dumps([*(_json(q, p) for q, p in plans), *(_shared_json(q, p) for q, p in shared)], indent=2)]
+    lines = [f"{model.id} over {' + '.join(b.name for b in boxes)}, {way.name}"]
+    for name, found in plans:
+        lines += _lines(name, found) if found is not None else [f"{name:8} does not fit on all of them together"]
+    if shared:
+        lines.append(f"a {_PARTS.get(len(boxes), f'{len(boxes)}th')} of every layer on each (MLX, `serve --with`):")
+    for name, part in shared:
+        lines += _shared_lines(name, part) if part is not None else [f"{name:8} does not fit so"]
+    return [*lines, *_basis(plans), *_basis(shared)]
+
+
+def _basis(plans: Sequence[tuple[str, ClusterPlan | SharedPlan | None]]) -> list[str]:
+    """What the speeds rest on, said once."""
+    basis = next((plan.decode_tok_s.basis for _, plan in plans if plan is not None), "")
+    return [f"basis: {basis}"] if basis else []
+
+
+def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[Device], str]:
+    """The machines that are joined, and the model."""
+    from localllm.planner import cluster
 
     if link not in cluster.LINKS:
         raise UsageError(f"--link {link}: not a link", hint=f"one of: {', '.join(cluster.LINKS)}", param="--link")
@@ -50,29 +82,7 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
     boxes = machines(device)
     if len(boxes) < 2:
         raise UsageError("--link joins two machines or more", hint='such as --device "m3 ultra 512 + rtx 5090"')
-    model, quant = describe(reference, load_catalog())
-    settings = RunSettings(n_ctx=plan.context_for(model, workload), slots=workload.parallel)
-    plans = [
-        (variant.quant, cluster.plan(model, variant, settings, boxes, cluster.LINKS[link]))
-        for variant in model.variants
-        if not variant.is_folder and (not quant or variant.quant.lower() == quant.lower())
-    ]
-    shared = [
-        (variant.quant, cluster.tensor_parallel_plan(model, variant, settings, boxes, cluster.LINKS[link]))
-        for variant in model.variants
-        if (not quant or variant.quant.lower() == quant.lower()) and not cluster.why_not(model, variant, boxes)
-    ]
-    if as_json:
-        return [json.dumps([*(_json(q, p) for q, p in plans), *(_shared_json(q, p) for q, p in shared)], indent=2)]
-    lines = [f"{model.id} over {' + '.join(b.name for b in boxes)}, {cluster.LINKS[link].name}"]
-    for name, found in plans:
-        lines += [f"{name:8} does not fit on all of them together"] if found is None else _lines(name, found)
-    if shared:
-        lines.append(f"a {_PARTS.get(len(boxes), f'{len(boxes)}th')} of every layer on each (MLX, `serve --with`):")
-    for name, whole in shared:
-        lines += [f"{name:8} does not fit so"] if whole is None else _shared_lines(name, whole)
-    bases = [next((p.decode_tok_s.basis for _, p in found if p is not None), "") for found in (plans, shared)]
-    return [*lines, *(f"basis: {basis}" for basis in bases if basis)]
+    return boxes, reference
 
 
 def _lines(quant: str, plan: ClusterPlan) -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from localllm.formatting import gb, mb, rate
@@ -88,7 +89,7 @@ def heading(device: Device, what: str) -> list[str]:
     return [
         *_wrapped(f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", further="  "),
         *_wrapped(usable, further="  "),
-        *[line for account in device.accounts for line in _wrapped(account, further="  ")],
+        *chain.from_iterable(_wrapped(account, further="  ") for account in device.accounts),
     ]
 
 
@@ -241,7 +242,8 @@ def _footnotes(plans: Sequence[Plan], device: Device, prompt_tokens: int, instal
 
 
 def _bases(plans: Sequence[Plan]) -> list[str]:
-    bases = list(dict.fromkeys(part for p in plans for part in p.decode_tok_s.basis.split("; ")))
+    parts = chain.from_iterable(plan.decode_tok_s.basis.split("; ") for plan in plans)
+    bases = list(dict.fromkeys(parts))
     return _wrapped("speeds from " + "; ".join(bases[:4]), further="  ")
 
 
@@ -259,7 +261,8 @@ def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
         ("+", "installed"),
     )
     used = "".join(_marked(p, installed) for p in plans)
-    return [line for sign, text in meanings if sign in used for line in _wrapped(f"{sign} {text}", further="  ")]
+    shown = [f"{sign} {text}" for sign, text in meanings if sign in used]
+    return list(chain.from_iterable(_wrapped(line, further="  ") for line in shown))
 
 
 def model_table(model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = _NOTHING) -> list[str]:
@@ -299,11 +302,10 @@ def _caches(plans: Sequence[Plan]) -> list[str]:
     for plan in plans:
         if plan.fits != "no" and plan.settings.kv_type != "f16":
             kinds.setdefault(plan.settings.kv_type, []).append(plan.variant.quant)
-    return [
-        line
-        for kind, of in kinds.items()
-        for line in _wrapped(f"with a {kind} KV cache: {', '.join(of)}", further="  ")
-    ]
+    lines: list[str] = []
+    for kind, quants in kinds.items():
+        lines += _wrapped(f"with a {kind} KV cache: {', '.join(quants)}", further="  ")
+    return lines
 
 
 def _slopes(model: Model) -> list[tuple[str, int]]:
@@ -340,22 +342,32 @@ def comparison(
     for device, answer in zip(devices, answers, strict=True):
         head, rows = _rows(answer.plans[:_COMPARED], _NOTHING)
         lines += [*heading(device, "Best"), head, *rows, ""]
-    shown = {plan.model.id: plan.model for answer in answers for plan in answer.plans[:_COMPARED]}
-    rows_of = {}
-    for model in shown.values():
-        plans = [
-            next((p for p in answer.plans if p.model.id == model.id), None) or elsewhere(i, model)
-            for i, answer in enumerate(answers)
-        ]
-        rows_of[model.name] = [rate(p.decode_tok_s.value) if p else "–" for p in plans]
-    if rows_of:
-        lines += _wrapped(
-            "tok/s of each on all, in the best format there: " + " / ".join(d.name for d in devices), further="  "
-        )
-        lines += [f"  {_clip(name, 30):30} " + "  ".join(f"{cell:>6}" for cell in row) for name, row in rows_of.items()]
-        if any("–" in row for row in rows_of.values()):
-            lines.append("  –: too large for it, or too slow for the purpose")
+    rows_of = _rates_on_all(answers, elsewhere)
+    if not rows_of:
+        return lines
+    names = " / ".join(d.name for d in devices)
+    lines += _wrapped(f"tok/s of each on all, in the best format there: {names}", further="  ")
+    for name, row in rows_of.items():
+        lines.append(f"  {_clip(name, 30):30} " + "  ".join(f"{cell:>6}" for cell in row))
+    if any("–" in row for row in rows_of.values()):
+        lines.append("  –: too large for it, or too slow for the purpose")
     return lines
+
+
+def _rates_on_all(
+    answers: Sequence[Recommendation], elsewhere: Callable[[int, Model], Plan | None]
+) -> dict[str, list[str]]:
+    """Tokens per second of each machine's best models on every machine, by the models' names."""
+    best = chain.from_iterable(answer.plans[:_COMPARED] for answer in answers)
+    models = {plan.model.id: plan.model for plan in best}
+    rows: dict[str, list[str]] = {}
+    for model in models.values():
+        row = rows[model.name] = []
+        for i, answer in enumerate(answers):
+            picked = next((p for p in answer.plans if p.model.id == model.id), None)
+            plan = picked or elsewhere(i, model)
+            row.append(rate(plan.decode_tok_s.value) if plan else "–")
+    return rows
 
 
 _REACH_SHOWN = 24

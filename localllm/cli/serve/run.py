@@ -44,7 +44,7 @@ async def serve_until_stopped(
     from localllm.memory.guard import memory_is_short
     from localllm.server.models.unloading import unload_idle
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         if not quiet:
             print(text, file=sys.stderr, flush=True)
 
@@ -56,20 +56,20 @@ async def serve_until_stopped(
             file=sys.stderr,
             flush=True,
         )
-        say(f"  it is kept in {key_path()}; --new-key makes another one")
+        report(f"  it is kept in {key_path()}; --new-key makes another one")
     if router.named():
-        say(f"loading {', '.join(model.name for model in router.named())} … requests to {address} wait for it")
-    loading = asyncio.create_task(_load(router, say))
-    serving = asyncio.create_task(_serve(router, settings, socks, store, None if quiet else say))
+        report(f"loading {', '.join(model.name for model in router.named())} … requests to {address} wait for it")
+    loading = asyncio.create_task(_load(router, report))
+    serving = asyncio.create_task(_serve(router, settings, socks, store, None if quiet else report))
     watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
-    pace = asyncio.create_task(DecodeSpeedWatch(router, say).run())
+    pace = asyncio.create_task(DecodeSpeedWatch(router, report).run())
     try:
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             await loading
-            say(f"serving on {address}  (Ctrl-C stops)")
+            report(f"serving on {address}  (Ctrl-C stops)")
             if elsewhere := from_elsewhere(address):
-                say(f"  from another machine: localllm chat --url {elsewhere} --api-key KEY")
+                report(f"  from another machine: localllm chat --url {elsewhere} --api-key KEY")
         await serving
     finally:
         for task in (loading, serving, watch, pace):
@@ -78,7 +78,7 @@ async def serve_until_stopped(
         await router.close()
 
 
-async def _load(router: ModelRouter, say: Callable[[str], None]) -> None:
+async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     """Load what was named at the start, and say how that ended (a failure always). Raises only where nothing else is on
     offer."""
     from localllm.errors import LocalLLMError
@@ -90,11 +90,15 @@ async def _load(router: ModelRouter, say: Callable[[str], None]) -> None:
             raise
     for model in router.named():
         if model.loaded:
-            say(f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} allocated{_seeing(model)}")
+            report(
+                f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} allocated{_seeing(model)}"
+            )
         elif model.worker.failure:
             _complain(model)
         else:
-            say(f"  {model.name} is loaded when asked for: {_GB.format(model.facts.needs_bytes / 1e9)} do not fit now")
+            report(
+                f"  {model.name} is loaded when asked for: {_GB.format(model.facts.needs_bytes / 1e9)} do not fit now"
+            )
     if router.named() and all(model.worker.failure for model in router.named()):
         _offer_others(router)
 
@@ -136,14 +140,14 @@ async def _serve(
     settings: ServerSettings,
     socks: Sequence[socket.socket],
     store: LibraryStore | None,
-    say: Callable[[str], None] | None,
+    report: Callable[[str], None] | None,
 ) -> None:
     import asyncio
 
     from localllm.cli.serve.run import with_lines
 
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
-    await serve_on(app if say is None else with_lines(app, say), socks, settings)
+    await serve_on(app if report is None else with_lines(app, report), socks, settings)
 
 
 def application(
@@ -203,8 +207,8 @@ _WATCHERS = (
 _MOST_PATH = 60
 
 
-def with_lines(app: App, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> App:
-    """`app`, telling `say` of each request once it is over: when, what, its status and seconds. Nothing of what was asked or
+def with_lines(app: App, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> App:
+    """`app`, telling `report` of each request once it is over: when, what, its status and seconds. Nothing of what was asked or
     answered is told."""
 
     async def telling(scope: Scope, receive: Receive, send: Send) -> None:
@@ -223,7 +227,7 @@ def with_lines(app: App, say: Callable[[str], None], clock: Callable[[], float] 
             await app(scope, receive, sending)
         finally:
             if status >= 400 or scope["path"] not in _WATCHERS:
-                say(_line(scope, status, clock() - started_s))
+                report(_line(scope, status, clock() - started_s))
 
     return telling
 
