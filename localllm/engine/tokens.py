@@ -32,7 +32,8 @@ def salted(tokens: Seq[int] | Tokens, salt: str, start: int = 0) -> Tokens:
     nothing in common with one that has another. An image's have its hash, which is salted too."""
     line = np.array(tokens, dtype=np.int32)
     for i in range(start, min(start + len(line), _SALTED_TOKENS)) if salt else ():
-        if (token := int(line[i - start])) >= 0:
+        token = int(line[i - start])
+        if token >= 0:
             digest = hashlib.blake2b(f"{i} {token} {salt}".encode(), digest_size=4).digest()
             line[i - start] = _ABOVE_VOCABULARIES | int.from_bytes(digest) >> 2
     return line
@@ -104,3 +105,41 @@ def next_image_boundary(line: Seq[int] | Tokens, n: int) -> int:
     while 0 < n < len(line) and line[n - 1] < 0 and not (-1 - int(line[n - 1])) & _LAST:
         n += 1
     return n
+
+
+class TokenLine:
+    """A growing line of token ids, as one numpy array."""
+
+    def __init__(self, tokens: Seq[int] = ()) -> None:
+        self._data: Tokens = np.empty(max(256, 2 * len(tokens)), dtype=np.int32)
+        self._data[: len(tokens)] = tokens
+        self._n = len(tokens)
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def view(self) -> Tokens:
+        """The tokens (int32 [n]); valid until the next `extend`."""
+        return self._data[: self._n]
+
+    def extend(self, tokens: Seq[int]) -> None:
+        n = self._n + len(tokens)
+        if n > len(self._data):
+            grown = np.empty(2 * n, dtype=np.int32)
+            grown[: self._n] = self._data[: self._n]
+            self._data = grown
+        self._data[self._n : n] = tokens
+        self._n = n
+
+    def keep_last(self, n_tokens: int) -> None:
+        """Forget all but the newest `n_tokens`."""
+        if self._n > n_tokens:
+            self._data[:n_tokens] = self._data[self._n - n_tokens : self._n].copy()
+            self._n = n_tokens
+
+    def follow(self, line: Seq[int]) -> Tokens:
+        """All of `line`, which goes on from that of the last call: only what is new is read."""
+        self._n = min(self._n, len(line))
+        self.extend(line[self._n :])
+        return self.view

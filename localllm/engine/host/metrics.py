@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from localllm.engine.averages import Average
 from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
 
 _SMOOTHING = 0.1
@@ -36,8 +37,8 @@ class Metrics:
     decode_sequences: int = 0
     decode_steps: int = 0
     busy_s: float = 0.0
-    decode_tok_s: float = 0.0
-    prefill_tok_s: float = 0.0
+    decode_speed: Average = field(default_factory=lambda: Average(_SMOOTHING))
+    prefill_speed: Average = field(default_factory=lambda: Average(_SMOOTHING))
     longest_step_s: float = 0.0
     sliced_prefill_tokens: int = 0
     longest_slice_s: float = 0.0
@@ -60,9 +61,9 @@ class Metrics:
         if seconds <= 0:
             return
         if decoded and not prefilled:
-            self.decode_tok_s = _blend(self.decode_tok_s, emitted / seconds)
+            self.decode_speed.add(emitted / seconds)
         elif prefilled and not decoded:
-            self.prefill_tok_s = _blend(self.prefill_tok_s, prefilled / seconds)
+            self.prefill_speed.add(prefilled / seconds)
 
     def sliced_prefill(self, prefilled: int, seconds: float) -> None:
         """Count a slice of `seconds` of a prompt that is read beside the steps, in which `prefilled` tokens were done."""
@@ -86,17 +87,13 @@ class Metrics:
             "steps": self.steps,
             "batch_occupancy": occupancy,
             "busy_s": self.busy_s,
-            "decode_tok_s": self.decode_tok_s,
-            "prefill_tok_s": self.prefill_tok_s,
+            "decode_tok_s": self.decode_speed.value,
+            "prefill_tok_s": self.prefill_speed.value,
             "longest_step_s": self.longest_step_s,
             "sliced_prefill_tokens": self.sliced_prefill_tokens,
             "longest_slice_s": self.longest_slice_s,
             **{f"recomputed_{reason}_tokens": n for reason, n in self.recomputed_tokens.items()},
         }
-
-
-def _blend(old: float, new: float) -> float:
-    return new if not old else old + _SMOOTHING * (new - old)
 
 
 _SPAN_S = 0.25

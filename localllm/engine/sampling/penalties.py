@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.row import Row
+from localllm.engine.tokens import TokenLine, Tokens
 from localllm_backends.contract import SeenTokens
 
 # So many tokens are counted quicker together than one by one.
@@ -111,7 +112,7 @@ class Penalties:
 
     def __init__(self, sampling: Sampling, text: TokenBytes | None) -> None:
         self._sampling = sampling
-        self._tallies, self._recent = Tallies(sampling.repeat_last_n), Recent()
+        self._tallies, self._recent = Tallies(sampling.repeat_last_n), TokenLine()
         ids = np.array(list(sampling.logit_bias), dtype=np.int64)
         bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self.bias = (ids, np.where(bias > -100, bias, np.float32(-np.inf))) if len(ids) else None
@@ -154,7 +155,6 @@ def _add(row: Row, given: tuple[NDArray[np.int64], Row] | None) -> None:
 
 
 TokenBytes = Callable[[int], bytes]
-Tokens = NDArray[np.int32]
 # Beyond this exponent the penalty leaves the range of a float32, so no repetition need be measured further.
 _MOST_LOG = 88.7228391
 
@@ -165,33 +165,15 @@ def dry_penalty(sampling: Sampling, length: int) -> float:
     return min(sampling.dry_multiplier * sampling.dry_base**exponent, 3e38)
 
 
-class Recent:
-    """The tokens of one growing line as an array: only what is new is read."""
-
-    def __init__(self) -> None:
-        self._tokens = np.empty(256, dtype=np.int32)
-        self._n = 0
-
-    def follow(self, line: Seq[int]) -> Tokens:
-        """All of `line`, which goes on from that of the last call."""
-        n = len(line)
-        if n > len(self._tokens):
-            self._tokens = np.concatenate([self._tokens[: self._n], np.empty(2 * n - self._n, dtype=np.int32)])
-        if n > self._n:
-            self._tokens[self._n : n] = line[self._n :]
-        self._n = n
-        return self._tokens[:n]
-
-
 def dry_repetitions(
-    sampling: Sampling, history: Seq[int], text: TokenBytes, recent: Recent | None = None
+    sampling: Sampling, history: Seq[int], text: TokenBytes, recent: TokenLine | None = None
 ) -> dict[int, int]:
     """The tokens that would go on with a repetition, each with the longest one's length (counted as far as it matters)."""
     allowed = sampling.dry_allowed_length
     n = len(history) if sampling.dry_penalty_last_n < 0 else min(len(history), sampling.dry_penalty_last_n)
     if n <= allowed:
         return {}
-    tokens = (recent or Recent()).follow(history)[len(history) - n :]
+    tokens = (recent or TokenLine()).follow(history)[len(history) - n :]
     most = min(n - 1, allowed + _most_exponent(sampling.dry_base))
     # Where a repetition may end: everywhere but at the window's own end. Each round keeps those one token longer.
     ends = np.flatnonzero(tokens[:-1] == tokens[-1]) if most else np.arange(n - 1)
@@ -250,7 +232,8 @@ def _since_breaker(window: Tokens, breakers: Seq[bytes], text: TokenBytes, most:
         spelled += bool(piece)
         # A breaker that begins in this token; one that begins later was found before.
         tail = piece + tail[: longest - 1]
-        ends = [at + len(b) for b in breakers if (at := tail.rfind(b, 0, len(piece) + len(b) - 1)) >= 0]
+        found = {b: tail.rfind(b, 0, len(piece) + len(b) - 1) for b in breakers}
+        ends = [at + len(b) for b, at in found.items() if at >= 0]
         if ends:
             return _whole_behind(window, len(window) - 1 - behind, max(ends), text)
     return len(window)

@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
+from localllm.engine.averages import Average
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.rejection import Distribution
-from localllm_backends.contract import Backend
+from localllm_backends.contract import Backend, BackendFailure, Chunk
 
 # Draft tokens by request id, and the distributions they were drawn from (None: none, they are the drafter's best guesses).
 Drafts = dict[str, tuple[list[int], list[Distribution] | None]]
 # A drafted token's measured seconds follow what is measured later at this rate.
 _SMOOTHING = 0.2
+# A probe takes the least of so many measurements.
+_PROBES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,14 @@ class DraftContext:
 
 
 class Drafter(ABC):
-    """Drafts by computing: a draft model, trained heads. Belongs to the engine's thread.
+    """Drafts by computing on `backend`: a draft model, trained heads. Belongs to the engine's thread.
 
     `token_s`: seconds a drafted token costs, or a whole draft where it is made `at_once` (0: not measured yet, nothing is
     drafted). `stops_when_unsure`: a draft shorter
     than wanted counts as one wrong token, since what was computed there brought nothing."""
 
+    backend: Backend
+    clock: Callable[[], float]
     name: ClassVar[str]
     stops_when_unsure: ClassVar[bool] = False
     token_s: float = 0.0
@@ -68,12 +73,31 @@ class Drafter(ABC):
         """Drafts of at most the wanted lengths. A request it can't draft for is left out."""
 
     @abstractmethod
+    def draft_once(self, sequence: int, token: int) -> None:
+        """Draft one token (or block) behind `sequence`, which holds `token`."""
+
     def probe(self) -> None:
-        """Measure `token_s`. Raises BackendFailure."""
+        """Measure `token_s` on a sequence of its own. Raises BackendFailure."""
+        try:
+            sequence = self.backend.new_sequence()
+        except BackendFailure:
+            return
+        token = self.backend.info.bos_token or 0
+        try:
+            self.backend.step([Chunk(sequence, [token])]).argmax(0)
+            for _ in range(_PROBES):
+                started = self.clock()
+                self.draft_once(sequence, token)
+                seconds = self.clock() - started
+                self.token_s = min(self.token_s or seconds, seconds)
+        finally:
+            self.backend.drop(sequence)
 
     def took(self, seconds: float) -> None:
         """A drafted token (a draft, where it is made at once) took so long."""
-        self.token_s = seconds if not self.token_s else self.token_s + _SMOOTHING * (seconds - self.token_s)
+        average = Average(_SMOOTHING, self.token_s)
+        average.add(seconds)
+        self.token_s = average.value
 
     def forget(self, job: RunningRequest) -> None:  # noqa: B027 (nothing to forget is an answer)
         """The request left the context."""
@@ -84,6 +108,12 @@ class Drafter(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Free what it holds."""
+
+
+def longest_draft(backend: Backend) -> int:
+    """How many drafted tokens can be taken back; 0 where none can."""
+    able = backend.capabilities
+    return {"any": 64, "bounded": able.rewind_tokens, "none": 0}[able.rewind]
 
 
 def registered() -> list[type[Drafter]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from localllm.engine.averages import DecayedRatio
 from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError
 
@@ -194,30 +195,13 @@ def _prior(match: int) -> float:
     return 1.0 - 1.0 / (1.0 + 0.35 * match + 0.02 * match**2)
 
 
-class _Average:
-    """A decayed hit rate with a prior."""
-
-    __slots__ = ("_decay", "hits", "seen")
-
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
-        self.hits = self.seen = 0.0
-
-    def add(self, hit: bool) -> None:
-        self.hits = self.hits * self._decay + hit
-        self.seen = self.seen * self._decay + 1.0
-
-    def rate(self, prior: float) -> float:
-        return (self.hits + prior * _PRIOR_WEIGHT) / (self.seen + _PRIOR_WEIGHT)
-
-
 class HitRates:
     """Hit rate of the next token by match length, of one request on top of what all requests of this engine saw."""
 
     def __init__(self, shared: HitRates | None = None) -> None:
         self._shared = shared
         decay = _SLOW_DECAY if shared is None else _FAST_DECAY
-        self._averages = [_Average(decay) for _ in range(len(_EDGES) + 1)]
+        self._averages = [DecayedRatio(decay) for _ in range(len(_EDGES) + 1)]
 
     def observe(self, match: int, *, hit: bool) -> None:
         """A guess resting on a match of `match` tokens was right or wrong."""
@@ -228,7 +212,7 @@ class HitRates:
     def rate(self, match: int) -> float:
         """Probability that a guess resting on `match` tokens is right."""
         prior = self._shared.rate(match) if self._shared is not None else _prior(match)
-        return self._averages[bisect_right(_EDGES, match)].rate(prior)
+        return self._averages[bisect_right(_EDGES, match)].rate(prior, _PRIOR_WEIGHT)
 
     def survival(self, match: int, length: int) -> list[float]:
         """P(the first k of `length` drafted tokens are all right), k = 1 …: the match grows as they are. Ends where
@@ -243,37 +227,24 @@ class HitRates:
 
 
 class Acceptance:
-    """Acceptance rate of one drafter in one request (a draft model's tokens), with the engine-wide one as prior."""
+    """Acceptance rate of one drafter in one request (a draft model's tokens), with the engine-wide one as prior. Its
+    `average` is of guesses that were right among those seen, those long ago for less."""
 
     def __init__(self, shared: Acceptance | None = None, prior: float = 0.6) -> None:
         self._shared, self._prior = shared, prior
-        self._average = _Average(_SLOW_DECAY if shared is None else _FAST_DECAY)
+        self.average = DecayedRatio(_SLOW_DECAY if shared is None else _FAST_DECAY)
 
     def observe(self, accepted: int, drafted: int) -> None:
         """Of `drafted` tokens the first `accepted` were right; what comes behind the first wrong one says nothing."""
         for hit in [True] * accepted + [False] * (accepted < drafted):
-            self._average.add(hit)
+            self.average.add(hit)
         if self._shared is not None:
             self._shared.observe(accepted, drafted)
 
     @property
-    def seen(self) -> float:
-        """How many guesses that rests on, those long ago for less."""
-        return self._average.seen
-
-    @property
-    def counted(self) -> tuple[float, float]:
-        """(right, seen), to begin with another time."""
-        return self._average.hits, self._average.seen
-
-    @counted.setter
-    def counted(self, counted: tuple[float, float]) -> None:
-        self._average.hits, self._average.seen = counted
-
-    @property
     def rate(self) -> float:
         """Probability that the next drafted token is accepted."""
-        return self._average.rate(self._shared.rate if self._shared is not None else self._prior)
+        return self.average.rate(self._shared.rate if self._shared is not None else self._prior, _PRIOR_WEIGHT)
 
     def survival(self, length: int) -> list[float]:
         """P(the first k are all accepted) = a^k, k = 1 … length; their sum is (1 − a^(g+1))/(1 − a) − 1."""
@@ -285,18 +256,17 @@ class Gain:
     (`whole`) over all of its own."""
 
     def __init__(self, *, whole: bool = False) -> None:
-        self._decay = 1.0 if whole else _GAIN_DECAY
+        before = 0.0 if whole else 1.0 / (1.0 - _GAIN_DECAY)
         # Tokens, and the plain steps that they took.
-        self._plain = self._spent = 0.0 if whole else 1.0 / (1.0 - _GAIN_DECAY)
+        self._brought = DecayedRatio(1.0 if whole else _GAIN_DECAY, before, before)
 
     def observe(self, tokens: int, steps: float) -> None:
         """A step brought `tokens` and took as long as so many plain ones."""
-        self._plain = self._plain * self._decay + tokens
-        self._spent = self._spent * self._decay + steps
+        self._brought.add(tokens, steps)
 
     def affords(self, least: float, tokens: int) -> float:
         """How many plain steps the next one may take, if it brings `tokens`, for the gain to stay at `least`."""
-        return (self._plain + tokens) / least - self._spent
+        return (self._brought.part + tokens) / least - self._brought.total
 
 
 # 64 is where llama.cpp's attention on a CPU begins to read the KV cache once for all rows: at depth 2,500 a token of 64 took

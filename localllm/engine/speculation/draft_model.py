@@ -16,7 +16,7 @@ from localllm.engine.cache.store import KvStore
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.speculation import DraftContext, Drafter, Drafts
+from localllm.engine.speculation import DraftContext, Drafter, Drafts, longest_draft
 from localllm.engine.tokens import salted
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
@@ -50,7 +50,7 @@ class DraftModel(Drafter):
     name = "model"
 
     def __init__(self, backend: Backend, context: DraftContext) -> None:
-        self.backend, self._clock = backend, context.clock
+        self.backend, self.clock = backend, context.clock
         self._pool = SequencePool(backend, KvStore(backend, _CACHE_BYTES))
         self._lines: dict[str, _Line] = {}
 
@@ -61,8 +61,7 @@ class DraftModel(Drafter):
 
     @property
     def most(self) -> int:
-        able = self.backend.capabilities
-        return 0 if able.rewind == "none" else 64 if able.rewind == "any" else able.rewind_tokens
+        return longest_draft(self.backend)
 
     def ready(self, job: RunningRequest) -> bool:
         """Read on in `job` (one batch at most); True once the draft model knows all but the newest tokens of it. Images it can't
@@ -89,7 +88,7 @@ class DraftModel(Drafter):
             line = self._line(job)
             feeds[job.id] = job.tokens[len(line.held) :]
             drafts[job.id] = ([], [] if _draws(job) else None)
-        started, steps = self._clock(), 0
+        started, steps = self.clock(), 0
         try:
             while feeds:
                 keys = self._fitting(feeds)
@@ -110,7 +109,7 @@ class DraftModel(Drafter):
                 self.forget(job)
             return {}
         if steps:
-            self.took((self._clock() - started) / steps)
+            self.took((self.clock() - started) / steps)
         return drafts
 
     def _fitting(self, feeds: dict[str, list[int]]) -> list[str]:
@@ -169,20 +168,8 @@ class DraftModel(Drafter):
     def tick(self, *, busy: bool) -> bool:
         return self._pool.tick(busy=busy)
 
-    def probe(self) -> None:
-        """Measure one drafting step on an empty sequence (seconds into `token_s`)."""
-        try:
-            sequence = self.backend.new_sequence()
-        except BackendFailure:
-            return
-        try:
-            for _ in range(3):
-                started = self._clock()
-                self.backend.step([Chunk(sequence, [self.backend.info.bos_token or 0])]).argmax(0)
-                seconds = self._clock() - started
-                self.token_s = min(self.token_s or seconds, seconds)
-        finally:
-            self.backend.drop(sequence)
+    def draft_once(self, sequence: int, token: int) -> None:
+        self.backend.step([Chunk(sequence, [token])]).argmax(0)
 
     def close(self) -> None:
         self.backend.close()

@@ -7,9 +7,7 @@ from typing import Self
 
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation import DraftContext, Drafter, Drafts
-from localllm_backends.contract import BackendFailure, Chunk
-
-_PROBES = 3
+from localllm_backends.contract import BackendFailure
 
 
 class MtpDrafter(Drafter):
@@ -61,19 +59,5 @@ class MtpDrafter(Drafter):
         end = next((i for i, token in enumerate(draft) if token in self._eog), len(draft))
         return draft[: end + 1]
 
-    def probe(self) -> None:
-        """Measure one drafted token (or block) on a sequence of its own (seconds into `token_s`)."""
-        try:
-            sequence = self.backend.new_sequence()
-        except BackendFailure:
-            return
-        token = self.backend.info.bos_token or 0
-        try:
-            self.backend.step([Chunk(sequence, [token])]).argmax(0)
-            for _ in range(_PROBES):
-                started = self.clock()
-                self.backend.draft([(sequence, token, 1)])
-                seconds = self.clock() - started
-                self.token_s = min(self.token_s or seconds, seconds)
-        finally:
-            self.backend.drop(sequence)
+    def draft_once(self, sequence: int, token: int) -> None:
+        self.backend.draft([(sequence, token, 1)])

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.speculation.controller import HitRates
+from localllm.engine.tokens import TokenLine
 
 _SEPARATOR = -1
 # Matches longer than this are all the same: sure.
@@ -22,38 +23,6 @@ _MAX_MATCH = 64
 _TRUSTED_MATCH = 6
 # The window searched, in tokens, bounds a search to some tens of microseconds.
 _WINDOW_TOKENS = 65_536
-
-
-class TokenLine:
-    """A growing line of token ids, as one numpy array."""
-
-    def __init__(self, tokens: Seq[int] = ()) -> None:
-        self._data: NDArray[np.int32] = np.empty(max(256, 2 * len(tokens)), dtype=np.int32)
-        self._data[: len(tokens)] = tokens
-        self._n = len(tokens)
-
-    def __len__(self) -> int:
-        return self._n
-
-    @property
-    def view(self) -> NDArray[np.int32]:
-        """The tokens (int32 [n]); valid until the next `extend`."""
-        return self._data[: self._n]
-
-    def extend(self, tokens: Seq[int]) -> None:
-        n = self._n + len(tokens)
-        if n > len(self._data):
-            grown = np.empty(2 * n, dtype=np.int32)
-            grown[: self._n] = self._data[: self._n]
-            self._data = grown
-        self._data[self._n : n] = tokens
-        self._n = n
-
-    def keep_last(self, n_tokens: int) -> None:
-        """Forget all but the newest `n_tokens`."""
-        if self._n > n_tokens:
-            self._data[:n_tokens] = self._data[self._n - n_tokens : self._n].copy()
-            self._n = n_tokens
 
 
 class RecentOutputs:

@@ -6,14 +6,14 @@ import hashlib
 import math
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from localllm import json_store
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
-from localllm.engine.speculation import DraftContext, Drafter, registered
+from localllm.engine.speculation import DraftContext, Drafter, longest_draft, registered
 from localllm.engine.speculation.controller import (
     Acceptance,
     CostProbe,
@@ -115,14 +115,6 @@ class _DraftState:
 
 
 @dataclass
-class _Tally:
-    """Drafted and accepted tokens of one drafter."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
-@dataclass
 class Speculator:
     """Drafts for every decoding request of one engine, with every registered drafter that `context` is enough for and with
     lookups, which cost nothing."""
@@ -142,28 +134,17 @@ class Speculator:
         self._kept = self._recall()
         # By salt: others' words would be told by how fast they come.
         self._recent = lru_cache(_MOST_RECENTS)(lambda salt: RecentOutputs())
-        self._tallies = {
-            name: _Tally() for name in ("ngram", "grammar", *(kind.name for kind in kinds), *self.drafters)
-        }
+        names = ["ngram", "grammar", *[kind.name for kind in kinds], *self.drafters]
+        self._drafted, self._accepted = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         self._since_plain = 0
         self._most_steps = math.inf
         self._drafting_s = self._plain_s = 0.0
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock)
-        self.off_because = self._why_off()
-
-    def _why_off(self) -> str:
+        # Longest draft that can be taken back.
+        self._most = longest_draft(self.backend)
+        self.off_because = "" if self._most else "this model's memory can't take tokens back"
         if self.mode == "off":
-            return "switched off"
-        able = self.backend.capabilities
-        if able.rewind == "none" or (able.rewind == "bounded" and able.rewind_tokens < 1):
-            return "this model's memory can't take tokens back"
-        return ""
-
-    @property
-    def _most(self) -> int:
-        """Longest draft that can be taken back."""
-        able = self.backend.capabilities
-        return 64 if able.rewind == "any" else able.rewind_tokens
+            self.off_because = "switched off"
 
     # --- before a step -------------------------------------------------------------------------------------------
 
@@ -185,7 +166,10 @@ class Speculator:
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
-        lengths = self._lengths(decoding, proposals)
+        self._fill_in(decoding, proposals, self._lengths(decoding, proposals))
+
+    def _fill_in(self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal], lengths: Seq[int]) -> None:
+        """Give every job a draft of its length: what was looked up, or what its drafter computes now."""
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
             if proposal.drafter not in self.drafters and length:
                 job.draft, job.draft_from = proposal.tokens[:length], None
@@ -219,10 +203,11 @@ class Speculator:
         if not guesses:
             return pay
         states = [self._states[job.id] for job, _, _ in guesses]
-        likely = [1 + sum(s >= _LIKELY for s in p.candidate.survival[:n]) for _, p, n in guesses]
+        likely = [p.likely(n) for _, p, n in guesses]
         earned = min(state.earned(n) for state, n in zip(states, likely, strict=True))
         earned = max(earned, _MOST_STEPS_UNEARNED)
-        if (tried := min(most_steps, *(state.tried() for state in states))) > earned:
+        tried = min(most_steps, *[state.tried() for state in states])
+        if tried > earned:
             lengths = choose_lengths(candidates, self.cost.seconds, tried)
             if self._promises(candidates, lengths, _EARNED_GAIN):
                 return lengths
@@ -260,7 +245,8 @@ class Speculator:
         found_by = "ngram"
         if constraint is not None:
             tokens = tokens[: constraint.acceptable(tokens)] if tokens else []
-            if len(tokens) < 2 and (forced := constraint.forced()):
+            forced = constraint.forced() if len(tokens) < 2 else []
+            if forced:
                 tokens, found_by = forced[:most], "grammar"
         if found_by == "grammar":
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(tokens))]
@@ -317,7 +303,7 @@ class Speculator:
         """Whether this drafter did not pay in the answers before: a short one then pays for no trial."""
         drafter, shared = self.drafters[name], self._acceptance[name]
         candidate = DraftCandidate(shared.survival(_MOST_MODEL_TOKENS), drafter.token_s, drafter.at_once)
-        return shared.seen >= _LEAST_SEEN and not any(choose_lengths([candidate], self.cost.seconds))
+        return shared.average.total >= _LEAST_SEEN and not any(choose_lengths([candidate], self.cost.seconds))
 
     # --- after a step --------------------------------------------------------------------------------------------
 
@@ -332,9 +318,8 @@ class Speculator:
         state.learn(len(tokens), self._steps(state.drafter, drafted, unsure))
         if not drafted and not unsure:
             return
-        tally = self._tallies[state.drafter]
-        tally.drafted += drafted
-        tally.accepted += accepted
+        self._drafted[state.drafter] += drafted
+        self._accepted[state.drafter] += accepted
         if state.drafter in state.back_offs:
             state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
@@ -398,21 +383,24 @@ class Speculator:
         digest = hashlib.sha256(said.encode()).hexdigest()[:32]
         return self.context.folder / f"{digest}.json" if self.context.folder is not None else None
 
-    def _recall(self) -> dict[str, tuple[float, float]]:
+    def _recall(self) -> dict[str, tuple[float, ...]]:
         for name, acceptance in self._acceptance.items():
-            body = json_store.read(file) if (file := self._file(name)) is not None else {}
+            file = self._file(name)
+            body = json_store.read(file) if file is not None else {}
             with suppress(ValueError, TypeError, KeyError):
                 right, seen = float(body["right"]), float(body["seen"])
                 # No more of it than some new guesses outweigh: what is asked may have changed.
-                if 0 <= right <= seen and (weight := min(1.0, _MOST_RECALLED / max(seen, 1.0))):
-                    acceptance.counted = right * weight, seen * weight
-        return {name: acceptance.counted for name, acceptance in self._acceptance.items()}
+                weight = min(1.0, _MOST_RECALLED / max(seen, 1.0))
+                if 0 <= right <= seen and weight:
+                    acceptance.average.part, acceptance.average.total = right * weight, seen * weight
+        return {name: astuple(acceptance.average) for name, acceptance in self._acceptance.items()}
 
     def _remember(self) -> None:
         for name, acceptance in self._acceptance.items():
-            if acceptance.counted != self._kept[name] and (file := self._file(name)) is not None:
-                self._kept[name] = right, seen = acceptance.counted
-                json_store.keep(file, {"right": right, "seen": seen})
+            file, average = self._file(name), acceptance.average
+            if file is not None and astuple(average) != self._kept[name]:
+                self._kept[name] = astuple(average)
+                json_store.keep(file, {"right": average.part, "seen": average.total})
 
     def close(self) -> None:
         self._remember()
@@ -425,10 +413,10 @@ class Speculator:
         plain = self.cost.seconds(1)
         return {
             "speculation": self.off_because or "on",
-            "drafted_tokens": sum(t.drafted for t in self._tallies.values()),
-            "accepted_draft_tokens": sum(t.accepted for t in self._tallies.values()),
-            **{f"accepted_{name}_tokens": t.accepted for name, t in self._tallies.items()},
-            **{f"drafted_{name}_tokens": t.drafted for name, t in self._tallies.items()},
+            "drafted_tokens": sum(self._drafted.values()),
+            "accepted_draft_tokens": sum(self._accepted.values()),
+            **{f"accepted_{name}_tokens": n for name, n in self._accepted.items()},
+            **{f"drafted_{name}_tokens": n for name, n in self._drafted.items()},
             "speculation_gain": self._plain_s / self._drafting_s if self._drafting_s else 1.0,
             "verify_8_cost": self.cost.seconds(8) / plain,
             "verify_16_cost": self.cost.seconds(16) / plain,
@@ -443,3 +431,7 @@ class _Proposal:
     tokens: list[int]
     candidate: DraftCandidate
     trial: int = 0
+
+    def likely(self, length: int) -> int:
+        """Tokens that a step very likely brings with a draft of so many."""
+        return 1 + sum(chance >= _LIKELY for chance in self.candidate.survival[:length])

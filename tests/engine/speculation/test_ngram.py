@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.speculation.controller import HitRates
-from localllm.engine.speculation.ngram import Lookup, RecentOutputs, TokenLine, longest_match
+from localllm.engine.speculation.ngram import Lookup, RecentOutputs, longest_match
+from localllm.engine.tokens import TokenLine
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
