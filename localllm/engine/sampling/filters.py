@@ -101,7 +101,7 @@ def candidates(row: Row, sampling: Sampling) -> Candidates:
         ones.fill(1.0)
         mask = fewest(row, ones, float(sampling.top_k), float(len(row)), head)
         return candidates(narrowed(row, mask), replace(sampling, top_k=0))
-    return _of_whole(top, head, sampling)
+    return (_typical_of_all if sampling.typical_p < 1.0 else _of_all)(top, head, sampling)
 
 
 def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
@@ -117,25 +117,20 @@ def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
     return _tempered(ids[:n], values[:n] - values[n_excluded], n_excluded, sampling)
 
 
-def _of_whole(top: Top, head: Ids, sampling: Sampling) -> Candidates:
+def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
     """What the filters leave of a row of which `head` are the greatest, ranked."""
     row, base = top.row, base_of(top.greatest)
-    weights, total, mask = None, 0.0, None
+    weights, total = None, 0.0
     values = row[head].astype(np.float64)
     head_weights = np.exp(values - base)
-    if sampling.top_p < 1.0 or sampling.typical_p < 1.0 or excludes(sampling):
+    if sampling.top_p < 1.0 or excludes(sampling):
         weights = weigh(row, base, 1.0, buffer("weights", len(row)))
-        if sampling.typical_p < 1.0:
-            return _typical_of_whole(row, base, weights, head, sampling)
         total = float(block_sums(weights).sum())
     n = _cut(head_weights, total, sampling)
     if n < len(head):
         n_excluded = _excluded(head_weights[:n], float(head_weights[:n].sum()), sampling)
         return _tempered(head[:n], values[:n] - values[n_excluded], n_excluded, sampling)
-    if weights is not None and sampling.top_p < 1.0:
-        mask = fewest(row, weights, sampling.top_p * total, total, head)
-    if sampling.min_p > 0.0:
-        mask = _masked_by_min_p(row, top.greatest, sampling.min_p, mask)
+    mask = _passing(top, head, weights, total, sampling)
     if weights is not None and excludes(sampling):
         total = total if mask is None else float(np.dot(weights, mask))
         if head_weights[-1] >= sampling.xtc_threshold * total:
@@ -161,13 +156,18 @@ def _cut(weights: Values, total: float, sampling: Sampling) -> int:
     return max(1, n)
 
 
-def _masked_by_min_p(row: Row, best: float, min_p: float, mask: Row | None) -> Row:
-    passes = row >= np.float32(best + math.log(min_p))
-    if mask is None:
+def _passing(top: Top, head: Ids, weights: Row | None, total: float, sampling: Sampling) -> Row | None:
+    """1 for each token of the row that top_p and min_p leave, else 0; None where both leave all."""
+    row, mask = top.row, None
+    if weights is not None and sampling.top_p < 1.0:
+        mask = fewest(row, weights, sampling.top_p * total, total, head)
+    if sampling.min_p > 0.0:
+        passes = row >= np.float32(top.greatest + math.log(sampling.min_p))
+        if mask is not None:
+            return np.multiply(mask, passes, out=mask)
         mask = buffer("mask", len(row))
         np.copyto(mask, passes)
-        return mask
-    return np.multiply(mask, passes, out=mask)
+    return mask
 
 
 def _all_of(top: Top, least: float, mask: Row | None) -> Ids:
@@ -184,7 +184,9 @@ def _typical(values: Values, weights: Values, mean: float, goal: float) -> Ids:
     return np.sort(order[: int(np.searchsorted(np.cumsum(weights[order]), goal)) + 1])
 
 
-def _typical_of_whole(row: Row, base: float, weights: Row, head: Ids, sampling: Sampling) -> Candidates:
+def _typical_of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
+    row, base = top.row, base_of(top.greatest)
+    weights = weigh(row, base, 1.0, buffer("weights", len(row)))
     total = float(block_sums(weights).sum())
     keys = buffer("keys", len(row))
     far = np.subtract(row, np.float32(base), out=keys) if base else row
