@@ -10,12 +10,11 @@ import base64
 import binascii
 import hashlib
 import io
-import queue
-import threading
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,102 +66,81 @@ class ImageReader:
         return picture
 
 
-@dataclass
 class Encoder:
     """Encodes what the engine asks for, one image at a time, in a thread of its own; `folder` keeps what came of it
     (None: nowhere). Its methods belong to the engine's thread."""
 
-    backend: Backend
-    folder: Path | None = None
-    encodes: int = 0
-    encode_s: float = 0.0
-    from_disk: int = 0
-    _kept: OrderedDict[bytes, Embeddings] = field(default_factory=OrderedDict)
-    _errors: dict[bytes, str] = field(default_factory=dict)
-    _wanted: set[bytes] = field(default_factory=set)
-    _due: queue.SimpleQueue[ImageRun | None] = field(default_factory=queue.SimpleQueue)
-    _news: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _thread: threading.Thread | None = None
+    def __init__(self, backend: Backend, folder: Path | None = None) -> None:
+        self.backend, self.folder = backend, folder
+        self.encodes = self.from_disk = 0
+        self.encode_s = 0.0
+        self._thread = ThreadPoolExecutor(1, "images")
+        # By the image's key, those used last at the end.
+        self._found: OrderedDict[bytes, Future[Embeddings]] = OrderedDict()
 
     def want(self, run: ImageRun) -> None:
         """Have it encoded soon, unless it is or will be."""
-        with self._lock:
-            if run.key in self._kept or run.key in self._wanted or run.key in self._errors:
-                return
-            self._wanted.add(run.key)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="images", daemon=True)
-            self._thread.start()
-        self._due.put(run)
+        if run.key not in self._found:
+            future = self._found[run.key] = self._thread.submit(self._encode, run)
+            future.add_done_callback(lambda done: self._write_file(run, done))
 
     def embeddings(self, run: ImageRun) -> Embeddings | None:
         """What the image came to; None while it is being encoded. Raises BackendFailure where it can't be."""
-        with self._lock:
-            found = self._kept.get(run.key)
-            if found is not None:
-                self._kept.move_to_end(run.key)
-                return found
-            error = self._errors.pop(run.key, None)
-        if error is not None:
-            raise BackendFailure(error)
         self.want(run)
-        return None
+        future = self._found[run.key]
+        if not future.done():
+            return None
+        error = future.exception()
+        if error is not None:
+            # Asked for again, it is tried again.
+            del self._found[run.key]
+            raise BackendFailure(str(error) or type(error).__name__)
+        self._found.move_to_end(run.key)
+        self._forget_the_oldest()
+        return future.result()
 
     def wait(self, seconds: float) -> None:
         """Until something is encoded, or for so long."""
-        if self._news.wait(seconds):
-            self._news.clear()
+        wait([future for future in self._found.values() if not future.done()], seconds, FIRST_COMPLETED)
 
     def snapshot(self) -> dict[str, float | int | str]:
-        with self._lock:
-            held = sum(e.nbytes for e in self._kept.values())
         return {
             "image_encodes": self.encodes,
             "image_encode_s": self.encode_s,
             "images_from_disk": self.from_disk,
-            "image_cache_bytes": held,
+            "image_cache_bytes": sum(found.nbytes for found in self._held().values()),
         }
 
     def close(self) -> None:
         """Let the encode that runs come to its end."""
-        self._due.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _held(self) -> dict[bytes, Embeddings]:
+        """What is in memory, unused the longest first."""
+        done = {key: future for key, future in self._found.items() if future.done() and future.exception() is None}
+        return {key: future.result() for key, future in done.items()}
+
+    def _forget_the_oldest(self) -> None:
+        held = self._held()
+        excess_bytes = sum(found.nbytes for found in held.values()) - _EMBEDDINGS_BYTES
+        for key, found in list(held.items())[:-1]:
+            if excess_bytes <= 0:
+                return
+            del self._found[key]
+            excess_bytes -= found.nbytes
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while True:
-            run = self._due.get()
-            if run is None:
-                return
-            found, error = self._read_file(run), ""
-            if found is None:
-                started = time.monotonic()
-                try:
-                    found = self.backend.encode_image(run)
-                except Exception as e:  # a thread must not end with somebody waiting
-                    error = str(e) or type(e).__name__
-                else:
-                    self.encodes += 1
-                    self.encode_s += time.monotonic() - started
-            else:
-                self.from_disk += 1
-            with self._lock:
-                self._wanted.discard(run.key)
-                if found is None:
-                    self._errors[run.key] = error
-                else:
-                    self._keep(run.key, found)
-            self._news.set()
-            if found is not None and not error:
-                self._write_file(run, found)
-
-    def _keep(self, key: bytes, found: Embeddings) -> None:
-        self._kept[key] = found
-        while len(self._kept) > 1 and sum(e.nbytes for e in self._kept.values()) > _EMBEDDINGS_BYTES:
-            self._kept.popitem(last=False)
+    def _encode(self, run: ImageRun) -> Embeddings:
+        found = self._read_file(run)
+        if found is not None:
+            self.from_disk += 1
+            return found
+        started = time.monotonic()
+        found = self.backend.encode_image(run)
+        self.encodes += 1
+        self.encode_s += time.monotonic() - started
+        return found
 
     def _read_file(self, run: ImageRun) -> Embeddings | None:
         if self.folder is None:
@@ -179,13 +157,13 @@ class Encoder:
             return None
         return np.frombuffer(body, dtype=np.float32).reshape(run.n_tokens, -1)
 
-    def _write_file(self, run: ImageRun, found: Embeddings) -> None:
-        if self.folder is None:
+    def _write_file(self, run: ImageRun, done: Future[Embeddings]) -> None:
+        if self.folder is None or done.cancelled() or done.exception() is not None:
             return
         file = self.folder / f"{run.key.hex()}.image"
         if file.exists():
             return
-        body = np.ascontiguousarray(found, dtype=np.float32).tobytes()
+        body = np.ascontiguousarray(done.result(), dtype=np.float32).tobytes()
         try:
             paths.private_dir(self.folder)
             part = file.with_suffix(".part")

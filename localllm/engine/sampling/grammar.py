@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,54 +192,53 @@ COMPILE_S = 10.0  # a request waits no longer for its grammar
 MakeConstraint = Callable[[tuple[str, str], str], Constraint]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Compilation:
     """One grammar on its way: once `done`, there is its `constraint`, or why there is none in `error`."""
 
-    constraint: Constraint | None = None
-    error: str = ""
-    made: bool = False
+    making: Future[Constraint]
     until: float = field(default_factory=lambda: time.monotonic() + COMPILE_S)
 
     @property
     def done(self) -> bool:
         """Whether there is nothing more to wait for: it is made, refused, or takes too long."""
-        late = not self.made and time.monotonic() > self.until
-        self.error = f"the constraint can't be enforced: it takes over {COMPILE_S:g} s to make" if late else self.error
-        return self.made or late
+        return self.making.done() or time.monotonic() > self.until
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What was made of it, once it is `done`."""
+        return self.making.result() if self.making.done() and self.making.exception() is None else None
+
+    @property
+    def error(self) -> str:
+        """Why there is no constraint although it is `done`."""
+        reason = self.making.exception() if self.making.done() else f"it takes over {COMPILE_S:g} s to make"
+        return f"the constraint can't be enforced: {reason}"
 
 
-@dataclass
+# Each compilation has a thread of its own, so that one that takes long holds up no other.
+_MOST_COMPILATIONS = 256
+
+
 class BackgroundCompiler:
-    """Starts compilations; each has a thread of its own, so that one that takes long holds up no other."""
+    """Makes constraints beside the engine's thread."""
 
-    make: MakeConstraint
-    _news: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
+    def __init__(self, make: MakeConstraint) -> None:
+        self._make = make
+        self._threads = ThreadPoolExecutor(_MOST_COMPILATIONS, "grammar")
+        self._making: list[Future[Constraint]] = []
 
     def start(self, grammar: tuple[str, str], begun: str) -> Compilation:
         """Begin with `grammar`, of an answer that begins with `begun`."""
-        compilation = Compilation()
-        self._threads = [t for t in self._threads if t.is_alive()]
-        thread = threading.Thread(target=self._compile, args=(compilation, grammar, begun), name="grammar", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        compilation = Compilation(self._threads.submit(self._make, grammar, begun))
+        self._making.append(compilation.making)
         return compilation
-
-    def _compile(self, compilation: Compilation, grammar: tuple[str, str], begun: str) -> None:
-        try:
-            compilation.constraint = self.make(grammar, begun)
-        except Exception as e:
-            compilation.error = f"the constraint can't be enforced: {e}"
-        compilation.made = True
-        self._news.set()
 
     def wait(self, seconds: float) -> None:
         """Until some compilation is done, or for so long."""
-        if self._news.wait(seconds):
-            self._news.clear()
+        self._making = [making for making in self._making if not making.done()]
+        wait(self._making, seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Wait for those that still read the backend's vocabulary."""
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown()

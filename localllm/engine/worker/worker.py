@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -46,18 +47,19 @@ class Worker:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         # Since when the engine's thread has been in one call; None while it waits for messages.
         self._busy_since_s: float | None = None
-        # Requests with images or long texts, those among them that are being prepared, and whose client has left meanwhile.
-        self._to_prepare: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        # Images and long texts take as long as many steps: nobody else's request waits for them.
+        self._preparer = ThreadPoolExecutor(1, "preparer")
         self._preparing: set[str] = set()
-        self._left: set[str] = set()
+        self._image_reader: ImageReader | None = None
 
     def run(self) -> None:
         engine = self._pipe.load(self._load)
         self._pipe.send({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
+        if engine.backend.capabilities.vision:
+            self._image_reader = ImageReader(engine.backend)
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
-        backend = engine.backend
-        threading.Thread(target=self._prepare, args=[backend], name="preparer", daemon=True).start()
         self._loop(engine)
+        self._preparer.shutdown(cancel_futures=True)
         # What was read and written so far is worth keeping also where the answer isn't wanted any more.
         for request_id in [*engine.jobs.running]:
             engine.cancel(request_id)
@@ -68,12 +70,12 @@ class Worker:
 
         spec = LoadSpec.from_json(options["spec"])
         backend_type = backends.for_path(spec.path, options.get("backend", "auto"))
-        said = -1.0
+        reported = -1.0
 
         def progress(value: float) -> None:
-            nonlocal said
-            if value - said >= _PROGRESS_STEP or value >= 1.0:
-                said = value
+            nonlocal reported
+            if value - reported >= _PROGRESS_STEP or value >= 1.0:
+                reported = value
                 self._pipe.send({"loading": value})
 
         draft = self._load_draft(options.get("draft_path"), spec, backend_type)
@@ -154,11 +156,12 @@ class Worker:
             case "submit":
                 if _takes_long(message["request"], "prompt"):
                     self._preparing.add(message["request"]["id"])
-                    self._to_prepare.put(message)
+                    self._preparer.submit(self._prepare, backend, message["request"])
                 else:
                     self._submit(backend, message["request"])
             case "tokenize" if _takes_long(message, "text"):
-                self._to_prepare.put(message)
+                find = partial(_tokens, backend, message, self._image_reader)
+                self._preparer.submit(self._pipe.reply, message, find)
             case "tokenize":
                 self._pipe.answer(message, _tokens(backend, message))
             case "detokenize":
@@ -170,10 +173,10 @@ class Worker:
                 pulse = Pulse(busy_s, metrics.steps, metrics.longest_step_s)
                 self._pipe.answer(message, asdict(pulse))
             case "cancel":
-                # Of one that is being prepared: it comes, and goes at once.
-                if message["id"] in self._preparing:
-                    self._left.add(message["id"])
                 self._inbox.put(message)
+                # One that is being prepared comes, and goes at once.
+                if message["id"] in self._preparing:
+                    self._preparer.submit(self._inbox.put, message)
                 engine.interrupt(message["id"])
             case _:
                 self._inbox.put(message)
@@ -201,20 +204,9 @@ class Worker:
         else:
             self._inbox.put({"op": "submit", "request": request, "tokens": tokens, "images": images})
 
-    def _prepare(self, backend: Backend) -> None:
-        """Images and long texts have a thread of their own: they take as long as many steps, and nobody else's request waits."""
-        reader = ImageReader(backend) if backend.capabilities.vision else None
-        while True:
-            message = self._to_prepare.get()
-            if message["op"] == "tokenize":
-                self._pipe.reply(message, partial(_tokens, backend, message, reader))
-                continue
-            identity = str(message["request"].get("id", ""))
-            self._submit(backend, message["request"], reader)
-            self._preparing.discard(identity)
-            if identity in self._left:
-                self._left.discard(identity)
-                self._inbox.put({"op": "cancel", "id": identity})
+    def _prepare(self, backend: Backend, sent: dict[str, Any]) -> None:
+        self._submit(backend, sent, self._image_reader)
+        self._preparing.discard(sent["id"])
 
     def _send(self, events: list[Event]) -> None:
         if events:
