@@ -185,7 +185,8 @@ class SlicedPrefill(ChunkedPrefill):
         assert self.job is not None
         begun, pieces = self.clock(), 0
         while self._slices is not None:
-            self.job.n_kv = self._stop - (left := self._slices.join())
+            left = self._slices.join()
+            self.job.n_kv = self._stop - left
             pieces += 1
             if not left:
                 self._end()

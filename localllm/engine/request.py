@@ -269,7 +269,7 @@ class TextStream:
         self._shown += [shown] * len(text)
         if self._begins.search(self._held) is None:
             return self._take(len(self._held))
-        hits = [(at, s) for s in self._stops if (at := self._held.find(s)) >= 0]
+        hits = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if hits:
             at, self.stopped_by = min(hits)
             return self._take(at)

@@ -15,7 +15,7 @@ import pytest
 
 from localllm.device.probes.health import workers
 from localllm.engine.messages import Failure
-from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
+from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import (
     BackendError,
@@ -41,7 +41,7 @@ def test_texts_and_tokens_become_vectors_and_refusals_are_words(bert: Path) -> N
         host = Supervisor(EmbeddingOptions(str(bert)))
         engine = await host.engine()
         try:
-            assert isinstance(engine, Embeds)
+            assert isinstance(engine, EmbeddingEngine)
             assert (engine.n_embd, engine.info.n_ctx) == (E, CTX)
             tokens = await engine.tokenize("ab")
             vectors, count = await engine.embed(["ab", tokens])

@@ -15,7 +15,7 @@ import pytest
 from engine.drive import GREEDY
 from localllm.engine.messages import Event, Failure, Finish
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
-from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
+from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions
 from localllm.engine.worker.pipe import JsonProcess
 from localllm.engine.worker.supervisor import Pulse, Supervisor, Watchdog, effort_of
 from localllm.errors import WorkerDiedError
@@ -178,7 +178,7 @@ def test_an_embedding_worker_is_watched_too(tmp_path: Path) -> None:
         try:
             async with asyncio.timeout(60):
                 engine = await host.engine()
-                assert isinstance(engine, Embeds)
+                assert isinstance(engine, EmbeddingEngine)
                 psutil.Process(engine.pid).suspend()
                 with pytest.raises(WorkerDiedError, match="hung"):
                     await engine.embed(["hello"])

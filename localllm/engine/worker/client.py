@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.engine.worker.supervisor import HANG_S, ProcessEngine, Pulse, worker_environment
+from localllm.engine.worker.supervisor import HANG_S, Pulse, worker_environment
+from localllm.engine.worker.supervisor import EngineClient as EngineClient
 from localllm.memory.guard import Available, check_before_load
-from localllm_backends.contract import LoadSpec, MemoryReport, ModelInfo
+from localllm_backends.contract import LoadSpec, MemoryReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class WorkerOptions:
         return await WorkerClient.start(self, on_loading)
 
 
-class WorkerClient(ProcessEngine):
-    """One worker process with one loaded model (implements localllm.engine.worker.client.Engine)."""
+class WorkerClient(EngineClient):
+    """One worker process with one loaded model that writes text."""
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any], workers: tuple[str, ...] = ()) -> None:
         super().__init__(process, ready)
@@ -70,7 +71,6 @@ class WorkerClient(ProcessEngine):
         return cls(process, ready, options.spec.placement.workers)
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
-        """Yield the request's events up to its one Finish or Failure; closing the iterator cancels the request."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         with self._stream(request, queue.put_nowait):
             while True:
@@ -80,8 +80,6 @@ class WorkerClient(ProcessEngine):
                     return
 
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
-        """Call `hear` with the request's events as they arrive; returns its one Finish or Failure. Cancelling this, or
-        an error of `hear` (raised here), cancels the request."""
         ended: asyncio.Future[Finish | Failure] = asyncio.get_running_loop().create_future()
 
         def take(event: Event) -> None:
@@ -154,37 +152,6 @@ class WorkerClient(ProcessEngine):
             f"parts of the model are on {', '.join(self._workers)}: is each reachable, and its worker still running?"
         )
         return Failure(request_id, death.code, f"{death.message}; {there}", "it is reloaded by the next request")
-
-
-class EngineClient(Protocol):
-    """One loaded model in its worker process."""
-
-    info: ModelInfo
-
-    def submit(self, request: Request) -> AsyncIterator[Event]:
-        """Send a request; yields its events and ends after exactly one Finish or Failure.
-
-        Closing the iterator early (`aclose`, a client that went away) cancels the request within one engine step.
-        A too-long prompt yields a Failure with code `context_length_exceeded` before any queue; a dead worker yields
-        a Failure with code `worker_died` within two seconds.
-        """
-
-    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
-        """`submit` without a task's turn for every token: `hear` is called with each event but the last the moment it
-        arrives, and the last one is returned.
-
-        Cancelling this coroutine cancels the request, and so does an error of `hear`, which is raised here.
-        """
-
-    async def tokenize(
-        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
-    ) -> list[int]:
-        """Token ids of `text` under the model's vocabulary; marks in it stand for `images` (base64), whose are below zero."""
-
-    async def detokenize(self, tokens: list[int]) -> str:
-        """Text of `tokens`."""
-
-    async def snapshot(self) -> dict[str, Any]: ...
 
 
 class Host(Protocol):

@@ -12,14 +12,14 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from localllm import errors
 from localllm.engine.messages import Event, Failure, Request
 from localllm.engine.worker.pipe import ChildPipe, JsonProcess, Message
-from localllm.engine.worker.supervisor import HANG_S, ProcessEngine, worker_environment
+from localllm.engine.worker.supervisor import HANG_S, EngineClient, worker_environment
 from localllm.memory.guard import Available, check_before_load
-from localllm_backends.contract import LoadError, ModelInfo
+from localllm_backends.contract import LoadError
 
 # What the host keeps to itself.
 _NOT_SENT = ("log_path", "planned_bytes", "headroom_bytes", "hang_s")
@@ -50,31 +50,8 @@ class EmbeddingOptions:
         return await EmbeddingEngine.start(self)
 
 
-@runtime_checkable
-class Embeds(Protocol):
-    """The engines that make embeddings."""
-
-    info: ModelInfo
-    n_embd: int
-
-    async def embed(self, inputs: Sequence[str | list[int]], *, truncate: bool = False) -> tuple[list[bytes], int]:
-        """For each input its vector of length 1 as little-endian float32, and the tokens of all inputs.
-
-        An input that is too long is a ContextLengthError, or cut with `truncate`."""
-
-
-@runtime_checkable
-class Ranks(Protocol):
-    """The engines that score texts."""
-
-    async def rank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> tuple[list[float], int]:
-        """How well each document answers the query, as the model says it (higher is better), and the tokens of all pairs.
-
-        A pair that is too long is a ContextLengthError, or its document is cut with `truncate`."""
-
-
-class EmbeddingEngine(ProcessEngine):
-    """One embedding worker (implements localllm.engine.worker.client.Engine, Embeds and Ranks)."""
+class EmbeddingEngine(EngineClient):
+    """One embedding worker: embeddings, or scores of a reranker."""
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         super().__init__(process, ready)
@@ -94,17 +71,24 @@ class EmbeddingEngine(ProcessEngine):
         return cls(process, ready)
 
     async def embed(self, inputs: Sequence[str | list[int]], *, truncate: bool = False) -> tuple[list[bytes], int]:
-        value = await self._process.ask({"op": "embed", "inputs": list(inputs), "truncate": truncate})
-        self.finished += 1
-        self._tokens += value["tokens"]
+        """For each input its vector of length 1 as little-endian float32, and the tokens of all inputs.
+
+        An input that is too long is a ContextLengthError, or cut with `truncate`."""
+        value = await self._asked({"op": "embed", "inputs": list(inputs), "truncate": truncate})
         return [base64.b64decode(v) for v in value["vectors"]], value["tokens"]
 
     async def rank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> tuple[list[float], int]:
-        order = {"op": "rank", "query": query, "documents": list(documents), "truncate": truncate}
-        value = await self._process.ask(order)
+        """How well each document answers the query, as the model says it (higher is better), and the tokens of all pairs.
+
+        A pair that is too long is a ContextLengthError, or its document is cut with `truncate`."""
+        value = await self._asked({"op": "rank", "query": query, "documents": list(documents), "truncate": truncate})
+        return value["scores"], value["tokens"]
+
+    async def _asked(self, question: Message) -> Any:
+        value = await self._process.ask(question)
         self.finished += 1
         self._tokens += value["tokens"]
-        return value["scores"], value["tokens"]
+        return value
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         yield self._refusal(request)
@@ -157,21 +141,13 @@ def _answer(embedder: Any, message: Message) -> Any:
 def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict[str, Any]:
     if embedder.pooling == "rank":
         raise errors.UnsupportedError("this model ranks; it makes no embeddings", hint="name an embedding model")
-    limit = embedder.info.n_ctx
     rows: list[list[int]] = []
     for i, sent in enumerate(inputs):
         tokens = embedder.tokenize(sent) if isinstance(sent, str) else sent
         _check_tokens(embedder, tokens)
         if not tokens:
             raise errors.RequestError(f"input {i} is empty", param="input")
-        if len(tokens) > limit:
-            if not truncate:
-                raise errors.ContextLengthError(
-                    f"input {i} has {len(tokens)} tokens and the model takes {limit}", hint="split the text"
-                )
-            # The closing mark stays: models pool over it, or at it.
-            tokens = [*tokens[: limit - 1], tokens[-1]]
-        rows.append(tokens)
+        rows.append(_fitting(embedder, tokens, truncate, f"input {i} has", "split the text"))
     vectors = embedder.embed(rows)
     return {
         "vectors": [base64.b64encode(v.astype("<f4").tobytes()).decode() for v in vectors],
@@ -182,20 +158,26 @@ def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict
 def _rank(embedder: Any, query: str, documents: list[str], truncate: bool) -> dict[str, Any]:
     if embedder.pooling != "rank":
         raise errors.UnsupportedError("this model makes embeddings; it does not rank", hint="name a reranker")
-    limit = embedder.info.n_ctx
-    rows: list[list[int]] = []
-    for i, document in enumerate(documents):
-        tokens = embedder.tokenize_pair(query, document)
-        if len(tokens) > limit:
-            if not truncate:
-                raise errors.ContextLengthError(
-                    f"document {i} and the query have {len(tokens)} tokens and the model takes {limit}",
-                    hint="split the document",
-                )
-            tokens = [*tokens[: limit - 1], tokens[-1]]
-        rows.append(tokens)
+    rows = [
+        _fitting(
+            embedder, embedder.tokenize_pair(query, document), truncate,
+            f"document {i} and the query have", "split the document",
+        )
+        for i, document in enumerate(documents)
+    ]  # fmt: skip
     scores = embedder.embed(rows)
     return {"scores": [float(row[0]) for row in scores], "tokens": sum(len(r) for r in rows)}
+
+
+def _fitting(embedder: Any, tokens: list[int], truncate: bool, subject: str, hint: str) -> list[int]:
+    """`tokens` if the model takes so many. Else a ContextLengthError, or with `truncate` as many as it takes: the closing mark
+    stays, since models pool over it, or at it."""
+    limit = embedder.info.n_ctx
+    if len(tokens) <= limit:
+        return tokens
+    if not truncate:
+        raise errors.ContextLengthError(f"{subject} {len(tokens)} tokens and the model takes {limit}", hint=hint)
+    return [*tokens[: limit - 1], tokens[-1]]
 
 
 def _check_tokens(embedder: Any, tokens: list[int]) -> None:

@@ -8,11 +8,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from localllm.engine.messages import Event, Failure, Finish, Request
 from localllm.engine.worker.pipe import JsonProcess
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError, WorkerDiedError
 from localllm.memory.guard import Available
@@ -26,8 +28,8 @@ _HEALTHY_AFTER_S = 60.0
 _PATIENCE_S = 2.5
 
 
-E = TypeVar("E", bound="ProcessEngine")
-StartedE = TypeVar("StartedE", bound="ProcessEngine", covariant=True)
+E = TypeVar("E", bound="EngineClient")
+StartedE = TypeVar("StartedE", bound="EngineClient", covariant=True)
 
 
 class Startable(Protocol[StartedE]):
@@ -45,7 +47,7 @@ class Startable(Protocol[StartedE]):
 
 
 class Supervisor(Generic[E]):
-    """One model's worker over time (implements localllm.engine.worker.client.Host).
+    """One model's worker over time (a Host, client.py).
 
     `available` says how many bytes of the system's memory can be taken now (None: asked of the system). Every load
     must leave the options' headroom free. `smaller`: called in a thread when a load runs out of memory, for options that take less
@@ -224,7 +226,7 @@ class Watchdog:
         return ""
 
 
-async def watch(process: ProcessEngine, patience_s: float) -> None:
+async def watch(process: EngineClient, patience_s: float) -> None:
     """Look after `process` until it has ended; condemn it if it hangs (`patience_s` 0: never). It isn't looked at while
     nobody waits for it."""
     between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
@@ -281,8 +283,8 @@ def worker_environment() -> dict[str, str]:
     return {**_WORKER_ENVIRONMENT, **huge, **os.environ}
 
 
-class ProcessEngine:
-    """Asks `process`, which said `ready`. `finished` counts the requests it has answered."""
+class EngineClient(ABC):
+    """One loaded model in its worker process, which said `ready`. `finished` counts the requests it has answered."""
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         facts = ready["ready"]
@@ -302,6 +304,27 @@ class ProcessEngine:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @abstractmethod
+    def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Send a request; yields its events and ends after exactly one Finish or Failure.
+
+        Closing the iterator early (`aclose`, a client that went away) cancels the request within one engine step.
+        A too-long prompt yields a Failure with code `context_length_exceeded` before any queue; a dead worker yields
+        a Failure with code `worker_died` within two seconds.
+        """
+
+    @abstractmethod
+    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+        """`submit` without a task's turn for every token: `hear` is called with each event but the last the moment it
+        arrives, and the last one is returned.
+
+        Cancelling this coroutine cancels the request, and so does an error of `hear`, which is raised here.
+        """
+
+    @abstractmethod
+    async def snapshot(self) -> dict[str, Any]:
+        """Its counters as plain values."""
 
     async def tokenize(
         self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
-from localllm.engine.worker.embedding import Ranks
+from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.openapi import body_of
@@ -62,7 +62,7 @@ def routes(server: Server) -> APIRouter:
         async def work() -> Response:
             with server.serving(model):
                 engine = await model.engine()
-                if not isinstance(engine, Ranks):
+                if not isinstance(engine, EmbeddingEngine):
                     raise UnsupportedError(f"{model.name} does not rank", param="model")
                 scores, tokens = await engine.rank(fields.query, documents, truncate=bool(fields.truncate))
             body = _body(fields, model, documents, scores, tokens)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from localllm.engine.worker.embedding import Embeds
+from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import read
 from localllm.server.dialects.route import Endpoint, Route, mount_answer
@@ -85,7 +85,7 @@ async def _embed(model: ServedModel, asked: EmbeddingRequest) -> tuple[list[byte
     if not asked.inputs:
         return [], 0
     engine = await model.engine()
-    if not isinstance(engine, Embeds):
+    if not isinstance(engine, EmbeddingEngine):
         raise UnsupportedError(f"{model.name} makes no embeddings", param="model")
     vectors, n_tokens = await engine.embed(asked.inputs, truncate=asked.truncate)
     caller().charge(n_tokens, 0, 0)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 from localllm.conversation.compaction import Compacted, MessageCost, compact
 from localllm.conversation.images import prepare_images
@@ -163,7 +163,8 @@ async def chat_job(
     attached = prepare_images(chat.messages, vision=engine.info.vision)
     messages, normalised = without_changing_lines(cache.restore(attached.messages))
     if attached.files:
-        engine = EngineWithImages(engine, attached.files)
+        # Whatever it does not do itself that engine does.
+        engine = cast("EngineClient", EngineWithImages(engine, attached.files))
     template, controls = model.template(engine.info), control_texts(engine.info.control_texts)
 
     async def render(remaining: Messages) -> Prompt:
