@@ -16,7 +16,7 @@ from localllm.cli.bench import measure
 from localllm.cli.bench import speculation as bench_speculation
 from localllm.cli.commands import bench
 from localllm.device.probes import matrix_rate
-from localllm.engine.worker.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.client import WorkerOptions
 from localllm.errors import UsageError
 from localllm.load import measurements
 from localllm.load.load_plan import load_plan_named
@@ -59,7 +59,7 @@ def test_the_table_fits_80_columns_and_says_why_nothing_was_measured() -> None:
 
 def figures_of(path: Path, *, n_ctx: int, draft: str) -> dict[str, Any]:
     async def go() -> dict[str, Any]:
-        engine = await WorkerClient.start(WorkerOptions(LoadSpec(str(path), n_ctx=n_ctx), engine={"draft": draft}))
+        engine = await WorkerOptions(LoadSpec(str(path), n_ctx=n_ctx), engine={"draft": draft}).start()
         try:
             return await bench_speculation.measure(engine, 1)
         finally:

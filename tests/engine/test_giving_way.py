@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from localllm.engine.host.contention import CpuContention, ThreadThrottle
 from localllm.engine.messages import Sampling
-from localllm.engine.worker.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.client import WorkerOptions
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
 from support.requests import request_for
@@ -137,9 +137,7 @@ def busy_neighbours(n: int) -> Iterator[None]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="with one processor there is nothing to leave")
 def test_a_worker_beside_busy_programs_takes_one_thread(few_layers: Path) -> None:
     async def main() -> list[float]:
-        client = await WorkerClient.start(
-            WorkerOptions(LoadSpec(str(few_layers), n_ctx=4096), engine={"gives_way": True})
-        )
+        client = await WorkerOptions(LoadSpec(str(few_layers), n_ctx=4096), engine={"gives_way": True}).start()
         seen = []
         try:
             with busy_neighbours(os.cpu_count() or 1):

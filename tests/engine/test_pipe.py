@@ -42,7 +42,7 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
         sent = [{"n": 0}] + [{"n": i, "text": "é" * size} for i, size in enumerate([1, 3_000_000, 0, 70_000, 5], 1)]
         for message in sent[1:]:
             assert process.send(message)
-        process.hang_up()
+        process.close_input()
         await process.wait()
         assert ready == {"ready": 1}
         assert heard == sent
@@ -208,7 +208,7 @@ def test_a_question_that_can_not_be_sent_any_more_fails_once_and_for_all() -> No
 
     async def story() -> None:
         process, _ = await JsonProcess.start(_child(_DEAF), {}, loads="it")
-        process.hang_up()
+        process.close_input()
         with pytest.raises(errors.WorkerDiedError):
             await process.ask({"op": "x"})
         await process.wait()

@@ -163,7 +163,7 @@ class Life:
 async def life(known: Known, n_ctx: int, **engine: object) -> AsyncIterator[Life]:
     """A worker for the length of the block, ended cleanly unless it is dead by then."""
     spec = LoadSpec(str(known.model.path), n_ctx=n_ctx)
-    client = await WorkerClient.start(WorkerOptions(spec, engine={"headroom_bytes": 0, **engine}))
+    client = await WorkerOptions(spec, engine={"headroom_bytes": 0, **engine}).start()
     try:
         yield Life(client, known)
     finally:

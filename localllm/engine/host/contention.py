@@ -98,10 +98,10 @@ class ThreadThrottle:
         if self._since is None or paused:
             self._since = self.others.mark()
         elif now - self._since.at_s >= _LOOK_S:
-            self._settle(self.others.share(self._since) * self.others.cores)
+            self._use_threads(self.others.share(self._since) * self.others.cores)
             self._since = self.others.mark()
 
-    def _settle(self, taken: float) -> None:
+    def _use_threads(self, taken: float) -> None:
         """Others took so many processors."""
         left = self.others.cores - taken
         fewest, most = math.floor(left + _BACK), math.floor(left + _TAKEN)

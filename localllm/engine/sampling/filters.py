@@ -130,7 +130,7 @@ def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
     if n < len(head):
         n_excluded = _excluded(head_weights[:n], float(head_weights[:n].sum()), sampling)
         return _tempered(head[:n], values[:n] - values[n_excluded], n_excluded, sampling)
-    mask = _passing(top, head, weights, total, sampling)
+    mask = _passing_mask(top, head, weights, total, sampling)
     if weights is not None and excludes(sampling):
         total = total if mask is None else float(np.dot(weights, mask))
         if head_weights[-1] >= sampling.xtc_threshold * total:
@@ -156,7 +156,7 @@ def _cut(weights: Values, total: float, sampling: Sampling) -> int:
     return max(1, n)
 
 
-def _passing(top: Top, head: Ids, weights: Row | None, total: float, sampling: Sampling) -> Row | None:
+def _passing_mask(top: Top, head: Ids, weights: Row | None, total: float, sampling: Sampling) -> Row | None:
     """1 for each token of the row that top_p and min_p leave, else 0; None where both leave all."""
     row, mask = top.row, None
     if weights is not None and sampling.top_p < 1.0:

@@ -93,7 +93,7 @@ class Drafter(ABC):
         finally:
             self.backend.drop(sequence)
 
-    def took(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """A drafted token (a draft, where it is made at once) took so long."""
         average = Average(_SMOOTHING, self.token_s)
         average.add(seconds)

@@ -27,7 +27,7 @@ _MOST_SURPRISE = math.log(1.5)
 _SURPRISE = math.log(1.2)
 _SURPRISED_RATE, _MOST_SURPRISE_TWICE, _BESIDE = 0.5, math.log(2.0), 0.7
 # This far from what was probed it is time to probe again.
-_STRAYED = math.log(1.3)
+_DRIFTED = math.log(1.3)
 # Drafting must promise this much before it is tried, and may cost no stream more than this.
 _WORTH = 1.03
 _FLOOR = 0.99
@@ -61,9 +61,9 @@ class StepCost:
         self._last_off = 0.0
 
     @property
-    def strayed(self) -> bool:
+    def drifted(self) -> bool:
         """True where what was learnt since the last probe is far from it."""
-        return any(abs(math.log(now / then)) > _STRAYED for now, then in zip(self._shape, self._probed, strict=True))
+        return any(abs(math.log(now / then)) > _DRIFTED for now, then in zip(self._shape, self._probed, strict=True))
 
     @property
     def known(self) -> bool:
@@ -264,7 +264,7 @@ class Gain:
         """A step brought `tokens` and took as long as so many plain ones."""
         self._brought.add(tokens, steps)
 
-    def affords(self, least: float, tokens: int) -> float:
+    def step_budget(self, least: float, tokens: int) -> float:
         """How many plain steps the next one may take, if it brings `tokens`, for the gain to stay at `least`."""
         return (self._brought.part + tokens) / least - self._brought.total
 
@@ -335,7 +335,7 @@ class CostProbe:
 
     def _due(self, rested_s: float) -> bool:
         """Begin again, where it is worth it and the machine has been quiet since the last look."""
-        if rested_s < _REST_S or not (self._cost.strayed or not self._quiet) or self._clock() < self._again_at:
+        if rested_s < _REST_S or not (self._cost.drifted or not self._quiet) or self._clock() < self._again_at:
             self._resting = None
             return False
         since, self._resting = self._resting, self._others.mark()

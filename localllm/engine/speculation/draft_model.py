@@ -109,7 +109,7 @@ class DraftModel(Drafter):
                 self.forget(job)
             return {}
         if steps:
-            self.took((self.clock() - started) / steps)
+            self.record((self.clock() - started) / steps)
         return drafts
 
     def _fitting(self, feeds: dict[str, list[int]]) -> list[str]:

@@ -51,7 +51,7 @@ class MtpDrafter(Drafter):
         # A head that stops because it is unsure has computed one token more than it gives.
         steps = max((min(len(d) + 1, length) for d, (_, length) in zip(drafts, jobs, strict=True)), default=0)
         if steps:
-            self.took((self.clock() - started) / (1 if self.at_once else steps))
+            self.record((self.clock() - started) / (1 if self.at_once else steps))
         return {job.id: (self._to_the_end(draft), None) for (job, _), draft in zip(jobs, drafts, strict=True)}
 
     def _to_the_end(self, draft: list[int]) -> list[int]:

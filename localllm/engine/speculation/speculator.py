@@ -104,14 +104,14 @@ class _DraftState:
     def earned(self, tokens: int) -> float:
         """Plain steps that the next one may take, since it very likely brings `tokens`: this stream stays faster, lately or on
         the whole."""
-        return max(gain.affords(_EARNED_GAIN, tokens) for gain in (self.recent, self.whole))
+        return max(gain.step_budget(_EARNED_GAIN, tokens) for gain in (self.recent, self.whole))
 
     def tried(self) -> float:
         """Plain steps that a draft may take that has not earned them: none until the last burst is long past, and no more than
         this stream can lose."""
         if self.since_burst < _TRIED_EVERY:
             return 0.0
-        return min(_MOST_STEPS_TRIED, _MOST_STEPS_LOST + self.whole.affords(_LEAST_GAIN, 1))
+        return min(_MOST_STEPS_TRIED, _MOST_STEPS_LOST + self.whole.step_budget(_LEAST_GAIN, 1))
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Speculator:
                 self._states[job.id].drafter = proposal.drafter
         for name, drafter in self.drafters.items():
             chosen = zip(decoding, proposals, lengths, strict=True)
-            self._let_draft(name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
+            self._run_drafter(name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
 
     def _limit_steps(self, n_decoding: int, *, shared: bool) -> None:
         """How long a step may become by drafts: short where it is `shared`, slowly longer where it is not."""
@@ -218,7 +218,7 @@ class Speculator:
         steps = self.cost.seconds(len(lengths) + sum(lengths)) / self.cost.seconds(len(lengths))
         return all(1.0 + sum(c.survival[:n]) >= gain * steps for c, n in zip(candidates, lengths, strict=True) if n)
 
-    def _let_draft(self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]) -> None:
+    def _run_drafter(self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]) -> None:
         if not any(n for _, n in wanted):
             return
         jobs = {job.id: (job, length) for job, length in wanted}
@@ -255,10 +255,10 @@ class Speculator:
         best = _Proposal(found_by, tokens, DraftCandidate(survival))
         if self.mode != "ngram" and job.request.draft != "ngram":
             for name, drafter in self.drafters.items():
-                best = self._or_drafter(job, state.back_offs[name], best, most, name, drafter)
+                best = self._better_of(job, state.back_offs[name], best, most, name, drafter)
         return best
 
-    def _or_drafter(
+    def _better_of(
         self, job: RunningRequest, back_off: _BackOff, best: _Proposal, most: int, name: str, drafter: Drafter
     ) -> _Proposal:
         """This drafter's turn instead, where it promises more than `best` does for this job alone."""
@@ -280,8 +280,8 @@ class Speculator:
 
     def _affordable(self, job: RunningRequest, drafter: Drafter, most: int) -> int:
         """The longest draft up to `most` of which nothing may be right, and the stream keeps what it must."""
-        affords = _MOST_STEPS_TRIAL + self._states[job.id].whole.affords(_LEAST_GAIN, 1)
-        return next((n for n in range(most, 0, -1) if self._steps(drafter.name, n) <= affords), 0)
+        step_budget = _MOST_STEPS_TRIAL + self._states[job.id].whole.step_budget(_LEAST_GAIN, 1)
+        return next((n for n in range(most, 0, -1) if self._steps(drafter.name, n) <= step_budget), 0)
 
     def _speed(self, candidate: DraftCandidate, length: int) -> float:
         """Tokens per second of one sequence that drafts so many tokens like this."""
@@ -293,13 +293,13 @@ class Speculator:
         if state is None:
             lookup = Lookup(job.tokens, HitRates(self._rates), self._recent(job.request.generation.salt), job.predicted)
             back_offs = {
-                name: _BackOff(Acceptance(shared), _RETRY_TOKENS * self._lost(name))
+                name: _BackOff(Acceptance(shared), _RETRY_TOKENS * self._is_unprofitable(name))
                 for name, shared in self._acceptance.items()
             }
             state = self._states[job.id] = _DraftState(lookup, back_offs)
         return state
 
-    def _lost(self, name: str) -> bool:
+    def _is_unprofitable(self, name: str) -> bool:
         """Whether this drafter did not pay in the answers before: a short one then pays for no trial."""
         drafter, shared = self.drafters[name], self._acceptance[name]
         candidate = DraftCandidate(shared.survival(_MOST_MODEL_TOKENS), drafter.token_s, drafter.at_once)

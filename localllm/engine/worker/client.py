@@ -35,7 +35,26 @@ class WorkerOptions:
         check_before_load(Path(self.spec.path).name, planned_bytes, headroom_bytes, available)
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
-        return await WorkerClient.start(self, on_loading)
+        """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError."""
+
+        def progress(message: dict[str, Any]) -> None:
+            if on_loading is not None and "loading" in message:
+                on_loading(message["loading"])
+
+        process, ready = await JsonProcess.start(
+            (sys.executable, "-m", "localllm.engine.worker.worker"),
+            {
+                "spec": asdict(self.spec),
+                "backend": self.backend,
+                "engine": self.engine,
+                "draft_path": self.draft_path,
+            },
+            loads=Path(self.spec.path).name,
+            environment=worker_environment(),
+            log_path=self.log_path,
+            on_progress=progress,
+        )
+        return WorkerClient(process, ready, self.spec.placement.workers)
 
 
 class WorkerClient(EngineClient):
@@ -47,28 +66,6 @@ class WorkerClient(EngineClient):
         self.memory = MemoryReport(**ready["memory"])
         self._streams: dict[str, Callable[[Event], None]] = {}
         process.listen(self._deliver, self._after_end)
-
-    @classmethod
-    async def start(cls, options: WorkerOptions, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
-
-        def progress(message: dict[str, Any]) -> None:
-            if on_loading is not None and "loading" in message:
-                on_loading(message["loading"])
-
-        process, ready = await JsonProcess.start(
-            (sys.executable, "-m", "localllm.engine.worker.worker"),
-            {
-                "spec": asdict(options.spec),
-                "backend": options.backend,
-                "engine": options.engine,
-                "draft_path": options.draft_path,
-            },
-            loads=Path(options.spec.path).name,
-            environment=worker_environment(),
-            log_path=options.log_path,
-            on_progress=progress,
-        )
-        return cls(process, ready, options.spec.placement.workers)
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -115,9 +112,9 @@ class WorkerClient(EngineClient):
                 self._process.send({"op": "cancel", "id": request.id})
 
     @property
-    def awaited(self) -> bool:
+    def has_waiters(self) -> bool:
         """True while a request runs or a question is unanswered."""
-        return bool(self._streams) or super().awaited
+        return bool(self._streams) or super().has_waiters
 
     async def pulse(self) -> Pulse:
         """What the worker's reader says of the thread that computes."""

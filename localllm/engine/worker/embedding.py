@@ -46,8 +46,16 @@ class EmbeddingOptions:
         check_before_load(Path(self.path).name, self.planned_bytes, self.headroom_bytes, available)
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> EmbeddingEngine:
-        """See EmbeddingEngine.start; an embedding model does not tell how far it is loaded."""
-        return await EmbeddingEngine.start(self)
+        """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError. It does not say how
+        far it is loaded."""
+        process, ready = await JsonProcess.start(
+            (sys.executable, "-m", "localllm.engine.worker.embedding"),
+            {k: v for k, v in asdict(self).items() if k not in _NOT_SENT},
+            loads=Path(self.path).name,
+            environment=worker_environment(),
+            log_path=self.log_path,
+        )
+        return EmbeddingEngine(process, ready)
 
 
 class EmbeddingEngine(EngineClient):
@@ -57,18 +65,6 @@ class EmbeddingEngine(EngineClient):
         super().__init__(process, ready)
         self.n_embd: int = ready["n_embd"]
         self._tokens = 0
-
-    @classmethod
-    async def start(cls, options: EmbeddingOptions) -> EmbeddingEngine:
-        """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError."""
-        process, ready = await JsonProcess.start(
-            (sys.executable, "-m", "localllm.engine.worker.embedding"),
-            {k: v for k, v in asdict(options).items() if k not in _NOT_SENT},
-            loads=Path(options.path).name,
-            environment=worker_environment(),
-            log_path=options.log_path,
-        )
-        return cls(process, ready)
 
     async def embed(self, inputs: Sequence[str | list[int]], *, truncate: bool = False) -> tuple[list[bytes], int]:
         """For each input its vector of length 1 as little-endian float32, and the tokens of all inputs.

@@ -92,7 +92,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
             message = await process._first
             if message is None:
                 raise errors.WorkerDiedError(
-                    f"the engine's process ended while loading {loads!r} ({said(process.returncode)})",
+                    f"the engine's process ended while loading {loads!r} ({exit_reason(process.returncode)})",
                     hint="the file may be damaged or too large for this machine; see `localllm doctor`",
                 )
             if "fatal" in message:
@@ -150,11 +150,11 @@ class JsonProcess(asyncio.SubprocessProtocol):
         return await self._replies[number]
 
     @property
-    def awaited(self) -> bool:
+    def has_waiters(self) -> bool:
         """True while a question is unanswered and somebody still waits for it."""
         return any(not reply.done() for reply in self._replies.values())
 
-    def condemn(self, why: str) -> None:
+    def kill_hung(self, why: str) -> None:
         """End it because it hangs: `why` is what those who wait are told."""
         self._hangs = why
         self.kill()
@@ -164,19 +164,19 @@ class JsonProcess(asyncio.SubprocessProtocol):
             return errors.WorkerDiedError("the model was unloaded")
         if self._hangs:
             return errors.WorkerDiedError(f"the engine's process hung and was ended: {self._hangs}")
-        return errors.WorkerDiedError(f"the engine's process ended in mid-request ({said(self.returncode)})")
+        return errors.WorkerDiedError(f"the engine's process ended in mid-request ({exit_reason(self.returncode)})")
 
     async def close(self) -> None:
         """Order it to end, and wait: it finishes what it is at, and is killed if that takes too long."""
         self._closing = True
-        self.hang_up()
+        self.close_input()
         try:
             await asyncio.wait_for(self.wait(), STOP_GRACE_S)
         except TimeoutError:
             self.kill()
             await self.wait()
 
-    def hang_up(self) -> None:
+    def close_input(self) -> None:
         """Say nothing more: the end of its input is its order to close."""
         assert self._stdin is not None
         self._stdin.close()
@@ -279,7 +279,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return message
 
 
-def said(code: int | None) -> str:
+def exit_reason(code: int | None) -> str:
     """An exit code in words."""
     if code is None:
         return "no exit code"
@@ -338,8 +338,8 @@ class ChildPipe:
         try:
             return load(json.loads(line))
         except (LocalLLMError, BackendFailure) as e:
-            error = _named(e, _AT_LOADING.get(type(e), ModelFileError))
-            self.send({"fatal": _words(error)})
+            error = _as_error(e, _AT_LOADING.get(type(e), ModelFileError))
+            self.send({"fatal": _error_json(error)})
             sys.exit(error.exit_code)
 
     def hear(self, receive: Callable[[Message], None]) -> None:
@@ -352,11 +352,11 @@ class ChildPipe:
                 receive(message)
             except Exception as e:
                 if "n" in message:
-                    self.send({"re": message["n"], "error": _words(_named(e, BackendError))})
+                    self.send({"re": message["n"], "error": _error_json(_as_error(e, BackendError))})
             if self.gone:
                 return
 
-    def leave_soon(self) -> None:
+    def exit_soon(self) -> None:
         """The input has ended: the process has some time left to finish, then it ends whatever it is at. Without a parent
         nobody else would end one that hangs."""
         timer = threading.Timer(_LAST_S, os._exit, [1])
@@ -372,7 +372,7 @@ class ChildPipe:
         try:
             self.answer(question, find())
         except Exception as e:
-            self.send({"re": question["n"], "error": _words(_named(e, RequestError))})
+            self.send({"re": question["n"], "error": _error_json(_as_error(e, RequestError))})
 
     def send(self, message: Message) -> None:
         self.send_line(json.dumps(message, separators=(",", ":")) + "\n")
@@ -393,12 +393,12 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, LocalLLMError | BackendFailure) else f"{type(error).__name__}: {error}"
 
 
-def _named(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError:
+def _as_error(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError:
     if isinstance(error, LocalLLMError):
         return error
     hint = error.hint if isinstance(error, BackendFailure) else ""
     return otherwise(reason(error), hint=hint) if hint else otherwise(reason(error))
 
 
-def _words(error: LocalLLMError) -> dict[str, str]:
+def _error_json(error: LocalLLMError) -> dict[str, str]:
     return {"code": error.code, "message": error.message, "hint": error.hint}

@@ -227,7 +227,7 @@ class Watchdog:
 
 
 async def watch(process: EngineClient, patience_s: float) -> None:
-    """Look after `process` until it has ended; condemn it if it hangs (`patience_s` 0: never). It isn't looked at while
+    """Look after `process` until it has ended; kill_hung it if it hangs (`patience_s` 0: never). It isn't looked at while
     nobody waits for it."""
     between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
     dog: Watchdog | None = None
@@ -235,7 +235,7 @@ async def watch(process: EngineClient, patience_s: float) -> None:
     while process.alive:
         with suppress(TimeoutError):
             await asyncio.wait_for(process.ended(), between_s or None)
-        if not process.awaited:
+        if not process.has_waiters:
             dog = silent_since = None
             continue
         dog = dog or Watchdog(patience_s)
@@ -251,7 +251,7 @@ async def watch(process: EngineClient, patience_s: float) -> None:
         except ProcessLookupError:
             continue
         if why:
-            process.condemn(why)
+            process.kill_hung(why)
 
 
 async def _wait_at_most(answer: Awaitable[Pulse], seconds: float) -> Pulse | None:
@@ -343,18 +343,18 @@ class EngineClient(ABC):
         return text
 
     @property
-    def awaited(self) -> bool:
+    def has_waiters(self) -> bool:
         """True while somebody waits for an answer."""
-        return self._process.awaited
+        return self._process.has_waiters
 
     async def pulse(self) -> Pulse:
         """What the process says of itself. This one answers questions one by one: when it answers, it is at no other."""
         await self.tokenize("")
         return Pulse(0.0)
 
-    def condemn(self, why: str) -> None:
+    def kill_hung(self, why: str) -> None:
         """End a process that hangs; whoever waits is told `why`."""
-        self._process.condemn(why)
+        self._process.kill_hung(why)
 
     async def close(self) -> None:
         await self._process.close()

@@ -115,7 +115,7 @@ class Worker:
             if engine.can_step:
                 self._send(engine.step(self._send))
             else:
-                _tidy(engine)
+                _housekeep(engine)
 
     def _answer_messages(self, engine: Engine) -> None:
         """Hand the engine every message there is; where it has nothing to do, wait for one."""
@@ -148,7 +148,7 @@ class Worker:
     def _read(self, engine: Engine) -> None:
         self._pipe.hear(lambda message: self._receive(engine, message))
         self._inbox.put(None)
-        self._pipe.leave_soon()
+        self._pipe.exit_soon()
 
     def _receive(self, engine: Engine, message: Message) -> None:
         backend = engine.backend
@@ -229,7 +229,7 @@ class _PipeEndedError(Exception):
     """The parent has closed its end."""
 
 
-def _tidy(engine: Engine) -> None:
+def _housekeep(engine: Engine) -> None:
     """Nobody waits for housekeeping: what fails there fails nobody."""
     try:
         engine.idle()

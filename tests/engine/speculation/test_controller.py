@@ -116,7 +116,7 @@ def test_a_probe_beside_somebody_elses_work_is_soon_put_right(row: float, busy: 
     right = 1 + row * (rows - 1)
     found = cost.seconds(rows) / cost.seconds(1)
     assert abs(math.log(found / right)) <= max(0.25, 0.3 * abs(math.log(wrong / right)))
-    assert cost.strayed or abs(math.log(wrong / right)) < 0.6
+    assert cost.drifted or abs(math.log(wrong / right)) < 0.6
 
 
 def test_one_burst_of_somebody_else_does_not_unlearn() -> None:

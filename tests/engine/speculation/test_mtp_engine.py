@@ -18,7 +18,6 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Sampling
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.speculation.mtp import MtpDrafter
-from localllm.engine.worker.client import WorkerClient
 from localllm.errors import UnsupportedError
 from localllm.load.load_plan import load_plan_named
 from localllm.planner import memory
@@ -236,7 +235,7 @@ def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
     assert usual.plan.memory.draft_bytes == 0
 
     async def ask() -> Finish:
-        client = await WorkerClient.start(load.options)
+        client = await load.options.start()
         try:
             # While it is idle a worker measures what drafting costs; a first answer waits for nothing.
             async for event in client.submit(

@@ -93,7 +93,7 @@ def test_a_machine_that_turns_busy_does_not_unlearn() -> None:
     tick_all(probe)
     for _ in range(4):
         cost.observe(8, PLAIN_S * 8.0)
-    assert cost.strayed
+    assert cost.drifted
     machine.wait(10.0)
     probe.tick(20.0)
     machine.wait(2.0)

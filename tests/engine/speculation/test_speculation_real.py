@@ -16,7 +16,7 @@ from engine.drive import GREEDY, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Sampling, Text
 from localllm.engine.sampling.grammar import GrammarCompiler
-from localllm.engine.worker.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.client import WorkerOptions
 from localllm.errors import LocalLLMError
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
@@ -153,7 +153,7 @@ def test_a_sampled_answer_with_a_draft_model_ends_well(few_layers: Path, tmp_pat
 
 
 async def _through_a_worker(options: WorkerOptions) -> tuple[str, Finish]:
-    client = await WorkerClient.start(options)
+    client = await options.start()
     text = ""
     try:
         async for event in client.submit(request_for("a", COPY, 40, GREEDY, ignore_eos=True)):
