@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -196,23 +196,18 @@ def _readable(block: Any, kind: Any, where: str) -> list[Any]:
     """The content parts for `block`; those that `normalise` knows are passed on."""
     if kind in ("text", "image", "thinking", "redacted_thinking"):
         return [block]
-    if kind == "document":
-        return _document(block, where)
-    if kind == "search_result":
-        return [*_title(block), *_parts(block.get("content"))]
-    if kind == "compaction":
-        return [{"type": "text", "text": block.get("content") or ""}]
-    if kind == "tool_reference":
-        return [{"type": "text", "text": f"The tool {block.get('tool_name')} can be called now."}]
-    raise UnsupportedError(f"{where}.type {str(kind)[:40]!r} is not supported", param=where)
+    read = _READERS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise UnsupportedError(f"{where}.type {str(kind)[:40]!r} is not supported", param=where)
+    return read(block)
 
 
-def _document(block: Mapping[str, Any], where: str) -> list[Any]:
+def _document(block: Mapping[str, Any]) -> list[Any]:
     """The text of a text document; PDFs and URLs are passed on to `normalise`."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "text" and isinstance(source, Mapping):
-        return [*_title(block), {"type": "text", "text": source.get("data")}]
+        return [*_title(block), *_text(source.get("data"))]
     if kind == "content" and isinstance(source, Mapping):
         return [*_title(block), *_parts(source.get("content"))]
     return [block]
@@ -220,8 +215,21 @@ def _document(block: Mapping[str, Any], where: str) -> list[Any]:
 
 def _title(block: Mapping[str, Any]) -> list[Any]:
     title = block.get("title")
-    return [{"type": "text", "text": title}] if isinstance(title, str) and title else []
+    return _text(title) if isinstance(title, str) and title else []
 
 
 def _parts(content: Any) -> list[Any]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return content if isinstance(content, list) else _text(content)
+
+
+def _text(text: Any) -> list[Any]:
+    return [{"type": "text", "text": text}]
+
+
+# Blocks that `normalise` does not know, by their types.
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
+    "document": _document,
+    "search_result": lambda block: [*_title(block), *_parts(block.get("content"))],
+    "compaction": lambda block: _text(block.get("content") or ""),
+    "tool_reference": lambda block: _text(f"The tool {block.get('tool_name')} can be called now."),
+}

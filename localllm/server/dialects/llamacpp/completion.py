@@ -16,8 +16,8 @@ from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import RequestBody, SamplingFields, first_limit
 from localllm.server.dialects.wire import logprob_entry, quote, timings_body
-from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, ReplyCollector, ReplyUsage, ReplyWriter
-from localllm.server.generation.prompt import fim_prompt, wants_bos
+from localllm.server.generation.job import GenerationJob, Outcome, ReplyCollector, ReplyUsage, ReplyWriter
+from localllm.server.generation.prompt import fim_prompt, text_job, wants_bos
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
@@ -85,27 +85,10 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
     grammar = fields.constraint()
 
     async def job(engine: EngineClient) -> GenerationJob:
-        images: dict[str, str] = {}
-        prompt: str | list[int]
-        also: list[str | list[int]] = []
-        if isinstance(fields.prompt, PicturedPrompt):
-            sent = fields.prompt
-            where, sees = "prompt.multimodal_data", engine.info.vision
-            prompt, images = images_in_prompt(sent.prompt_string, MARKER, sent.multimodal_data, where, vision=sees)
-        else:
-            prompt, *also = await _prompts(fields, engine)
-        n = fields.n
-        if isinstance(fields, InfillFields):
-            n = fields.n_cmpl or n
-        return GenerationJob(
-            prompt=prompt,
-            add_bos=isinstance(prompt, str) and wants_bos(engine.info, prompt),
-            generation=await _generation(fields, model, engine),
-            answer=AnswerPlan(grammar=grammar),
-            also=tuple(also),
-            n=n or 1,
-            images=images,
-        )
+        prompts, images = await _prompts(fields, engine)
+        n = (fields.n_cmpl if isinstance(fields, InfillFields) else None) or fields.n or 1
+        made = await text_job(engine, prompts, await _generation(fields, model, engine), grammar, n=n)
+        return replace(made, images=images)
 
     return TranslatedRequest(
         job,
@@ -124,15 +107,21 @@ async def _generation(fields: LlamaCppFields, model: ServedModel, engine: Engine
     return replace(made, sampling=replace(made.sampling, logit_bias=bias))
 
 
-async def _prompts(fields: LlamaCppFields, engine: EngineClient) -> list[str | list[int]]:
-    """The prompts, each by itself; where there are several, or texts among ids, as ids."""
+async def _prompts(fields: LlamaCppFields, engine: EngineClient) -> tuple[list[str | list[int]], dict[str, str]]:
+    """The prompts, each by itself (where there are several, or texts among ids, as ids), and their images by their marks."""
     sent = fields.prompt
-    if isinstance(fields, InfillFields) or isinstance(sent, (str, PicturedPrompt)):
-        return [await _prompt(fields, engine)]
+    if isinstance(fields, InfillFields):
+        return [await _gap(fields, engine)], {}
+    if isinstance(sent, PicturedPrompt):
+        where, sees = "prompt.multimodal_data", engine.info.vision
+        text, images = images_in_prompt(sent.prompt_string, MARKER, sent.multimodal_data, where, vision=sees)
+        return [text], images
+    if isinstance(sent, str):
+        return [sent], {}
     if not sent:
         raise RequestError("prompt is an empty array", param="prompt")
     each: Sequence[Any] = [sent] if any(isinstance(part, int) for part in sent) else sent
-    return [await _ids([one] if isinstance(one, str) else one, engine) for one in each]
+    return [await _ids([one] if isinstance(one, str) else one, engine) for one in each], {}
 
 
 async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
@@ -145,12 +134,9 @@ async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
     return ids
 
 
-async def _prompt(fields: LlamaCppFields, engine: EngineClient) -> str | list[int]:
+async def _gap(fields: InfillFields, engine: EngineClient) -> list[int]:
     if isinstance(fields.prompt, PicturedPrompt):
         raise UnsupportedError("a gap is filled in from text alone", param="prompt")
-    if not isinstance(fields, InfillFields):
-        assert isinstance(fields.prompt, str)
-        return fields.prompt
     return await fim_prompt(
         engine,
         fields.input_prefix,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -186,17 +186,24 @@ async def _scores(
         answered, spent, fingerprint = await ask()
     except WorkerDiedError:
         answered, spent, fingerprint = await ask()
-    sums = {name: [0.0] * len(q.options()) for name, q in asked.questions.items()}
+    return _averaged(asked.questions, shown, answered), spent, fingerprint
+
+
+def _averaged(
+    questions: Mapping[str, Question], shown: Sequence[tuple[str, list[int]]], answered: Sequence[Sequence[float]]
+) -> dict[str, list[float]]:
+    """Each question's log-odds over the orders that its options were `shown` in. The mean of logarithms: what a place adds to
+    whatever stands in it cancels over a full turn (Zheng et al., "LLMs are not robust multiple choice selectors", ICLR
+    2024)."""
+    sums = {name: [0.0] * len(question.options()) for name, question in questions.items()}
     for (name, order), found in zip(shown, answered, strict=True):
         total = math.log(sum(map(math.exp, found)))
         for option, p in zip(order, found, strict=True):
-            # The mean of logarithms: what a place adds to whatever stands in it cancels over a full turn (Zheng et al.,
-            # "LLMs are not robust multiple choice selectors", ICLR 2024).
             sums[name][option] += p - total
     counts = Counter(name for name, _ in shown)
     for name, scores in sums.items():
         sums[name] = [score / counts[name] for score in scores]
-    return sums, spent, fingerprint
+    return sums
 
 
 def _chat(asked: SystemOneFields | _Example, question: str, generation: Generation) -> ChatRequest:
