@@ -31,7 +31,7 @@ class ProxyMiddleware:
         self.app, self.upstreams, self._settings = app, upstreams, settings
         self._is_local, self._is_full = is_local, is_full
         self._http = UpstreamClient()
-        upstreams.at_close(self._http.close)
+        upstreams.close = self._http.close
         self._listed_s = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -51,11 +51,8 @@ class ProxyMiddleware:
         await until_disconnect(receive, self._relay(outgoing, scope, send), outgoing.meter)
 
     async def _relay(self, outgoing: ProxyRequest, scope: Scope, send: Send) -> None:
-        answer = await self._http.open(outgoing)
-        try:
+        async with self._http.open(outgoing) as answer:
             await relay(answer, outgoing, scope, send)
-        finally:
-            answer.close()
 
     async def _remote_model(self, body: JsonBody) -> RemoteModel | None:
         """The upstream's model that is to answer; None where one of ours is."""

@@ -127,14 +127,11 @@ class PoolFront:
                 outgoing = self._outgoing(scope, node, raw, meter)
                 node.active += 1
                 try:
-                    answer = await self._http.open(outgoing)
-                    try:
+                    async with self._http.open(outgoing) as answer:
                         if answer.status in refused and node is not nodes[-1]:
                             continue
                         await relay(answer, outgoing, scope, send)
                         return
-                    finally:
-                        answer.close()
                 except UpstreamError:
                     node.failed_s = time.monotonic()
                 finally:

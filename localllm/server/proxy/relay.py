@@ -7,7 +7,8 @@ stream takes 34 microseconds of CPU through aiohttp and 104 through httpx (8 str
 from __future__ import annotations
 
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,8 +66,9 @@ class UpstreamClient:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
-    async def open(self, outgoing: ProxyRequest) -> aiohttp.ClientResponse:
-        """Send it; returns when the headers are here. The caller reads the body and closes. Raises UpstreamError."""
+    @asynccontextmanager
+    async def open(self, outgoing: ProxyRequest) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send it; a block with the answer, whose headers are here. Raises UpstreamError."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=outgoing.silence_s)
         try:
             answer = await self._open_session().request(
@@ -82,24 +84,23 @@ class UpstreamClient:
             outgoing.meter.fail()
             raise upstream_error(outgoing, e) from e
         outgoing.meter.begin(answer.status, streams=is_stream(answer))
-        if 300 <= answer.status < 400:
+        try:
+            if 300 <= answer.status < 400:
+                outgoing.meter.fail()
+                raise UpstreamError(
+                    f"the server {outgoing.name} sends requests on to another address, which is not followed",
+                    hint="name the address itself in the settings",
+                )
+            yield answer
+        finally:
             answer.close()
-            outgoing.meter.fail()
-            raise UpstreamError(
-                f"the server {outgoing.name} sends requests on to another address, which is not followed",
-                hint="name the address itself in the settings",
-            )
-        return answer
 
     async def models(self, url: str, key: str | None) -> Sequence[Mapping[str, object]]:
         """The `data` of GET `url` (a server's /v1/models); empty where it does not answer with one."""
         outgoing = ProxyRequest("", url, b"", key, _CONNECT_S, method="GET", whose={})
         try:
-            answer = await self.open(outgoing)
-            try:
+            async with self.open(outgoing) as answer:
                 answered = json.loads(await read_body(answer, outgoing))
-            finally:
-                answer.close()
         except (UpstreamError, ValueError):
             return []
         data = answered.get("data") if isinstance(answered, dict) else None

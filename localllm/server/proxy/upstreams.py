@@ -81,17 +81,10 @@ class Upstreams:
     def __init__(self, upstreams: Iterable[Upstream]) -> None:
         self.all = tuple(upstreams)
         self._models: dict[str, dict[str, RemoteModel]] = {}
-        self._at_close: list[Callable[[], Awaitable[None]]] = []
+        # Closes the connections, once there can be any.
+        self.close: Callable[[], Awaitable[None]] = _nothing
         for upstream in self.all:
-            named = [RemoteModel(ours, upstream, theirs) for ours, theirs in upstream.models.items()]
-            self._models[upstream.name] = {model.name.lower(): model for model in named}
-
-    def at_close(self, close: Callable[[], Awaitable[None]]) -> None:
-        self._at_close.append(close)
-
-    async def close(self) -> None:
-        for close in self._at_close:
-            await close()
+            self.learn(upstream, ())
 
     @property
     def unlisted(self) -> tuple[Upstream, ...]:
@@ -100,14 +93,10 @@ class Upstreams:
 
     def learn(self, upstream: Upstream, entries: Iterable[Mapping[str, Any]]) -> None:
         """Take over the list of models that `upstream` gave (the `data` of its GET /v1/models)."""
-        found = [e for e in entries if isinstance(e, Mapping) and isinstance(e.get("id"), str)]
-        if not upstream.models:
-            self._models[upstream.name] = {e["id"].lower(): RemoteModel(e["id"], upstream, e["id"], e) for e in found}
-            return
-        facts = {e["id"]: e for e in found}
+        facts = {e["id"]: e for e in entries if isinstance(e, Mapping) and isinstance(e.get("id"), str)}
+        names = upstream.models or {name: name for name in facts}
         self._models[upstream.name] = {
-            ours.lower(): RemoteModel(ours, upstream, theirs, facts.get(theirs, {}))
-            for ours, theirs in upstream.models.items()
+            ours.lower(): RemoteModel(ours, upstream, theirs, facts.get(theirs, {})) for ours, theirs in names.items()
         }
 
     def models(self) -> list[RemoteModel]:
@@ -131,3 +120,7 @@ class Upstreams:
 def names_a_model(path: str) -> bool:
     """True for a path whose body names the model that is to answer."""
     return path in PATHS or path in _LOCAL_ONLY
+
+
+async def _nothing() -> None:
+    """There is nothing to close."""
