@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device import cards, cpus, lookup, table, typed, usable
@@ -32,12 +33,11 @@ class _Computer:
 
     parts: list[tuple[tuple[DeviceRow, ...], Typed]]
     cpu: Processor | None = None
-    ram: TypedRam | None = None
+    ram: TypedRam = TypedRam(None)
 
-    def has(self, size_gb: float | None, said: TypedRam | None) -> None:
+    def add_ram(self, size_gb: float | None, more: TypedRam | None) -> None:
         """Take note of system memory: of its size, or of its kind alone."""
-        known = self.ram or TypedRam(None)
-        more = said or TypedRam(None)
+        known, more = self.ram, more or TypedRam(None)
         self.ram = TypedRam(
             known.size_gb or more.size_gb or size_gb,
             more.kind or known.kind,
@@ -95,34 +95,48 @@ def _read(name: str) -> _Computer:
     computer = _Computer([])
     for text in typed.split(name):
         part = typed.read(text)
-        if not part.words:
-            if part.sizes_gb or part.ram or part.own_gb:
-                _size_alone(computer, part, name)
-            continue
-        rows, found = lookup.find(part)
-        if not rows:
-            processor = cpus.named(part.words)
-            if processor is not None:
-                if part.count > 1:
-                    raise UsageError(f"{text!r}: a plan is of one socket, whose memory it knows; name it once")
-                computer.cpu, part = processor[0], replace(part, words=processor[1])
-                rows, found = lookup.find(part) if any(c.isdigit() for w in part.words for c in w) else ((), part)
-            elif frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
-                processor = (_USUAL_PROCESSOR, ())
-                computer.cpu = _USUAL_PROCESSOR
-            elif (system := lookup.line(part.words)) is not None:
-                rows = (system,)
-            if not rows and (processor is None or any(c.isdigit() for w in part.words for c in w)):
-                raise _not_found(text, part)
-        if rows:
-            computer.parts.append((rows, found))
-            if part.ram is not None:
-                computer.has(None, part.ram)
-        else:
-            computer.has(part.memory_gb, part.ram)
-    if not computer.parts and computer.cpu is None and (computer.ram is None or not computer.ram.kind):
+        if part.words:
+            _add_part(computer, text, part)
+        elif part.sizes_gb or part.ram or part.own_gb:
+            _add_size(computer, part, name)
+    if not computer.parts and computer.cpu is None and not computer.ram.kind:
         raise _not_found(name, typed.read(name))
     return computer
+
+
+def _add_part(computer: _Computer, text: str, part: Typed) -> None:
+    rows, found = lookup.find(part)
+    if not rows:
+        rows, found = _add_processor(computer, text, part)
+    if rows:
+        computer.parts.append((rows, found))
+    computer.add_ram(None if rows else part.memory_gb, part.ram)
+
+
+def _add_processor(computer: _Computer, text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+    """The processor that a part names, and the rows that its other words do. Raises DeviceNotFoundError where it names neither."""
+    named = cpus.named(part.words)
+    if named is None and frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
+        named = (_USUAL_PROCESSOR, ())
+    if named is None:
+        system = lookup.line(part.words)
+        if system is None:
+            raise _not_found(text, part)
+        return (system,), part
+    if part.count > 1 and named[0] is not _USUAL_PROCESSOR:
+        raise UsageError(f"{text!r}: a plan is of one socket, whose memory it knows; name it once")
+    computer.cpu, part = named[0], replace(part, words=named[1])
+    if not _has_number(part.words):
+        return (), part
+    rows, found = lookup.find(part)
+    if not rows:
+        raise _not_found(text, part)
+    return rows, found
+
+
+def _has_number(words: Iterable[str]) -> bool:
+    """A word with a digit: what names a part."""
+    return any(c.isdigit() for c in "".join(words))
 
 
 # Words for a computer that say nothing of it.
@@ -133,19 +147,19 @@ _ANY_COMPUTER = {
 _USUAL_PROCESSOR = Processor("computer", "", 4, 2, ("DDR4-3200",), "AVX2", "assumed: four cores, two channels", ())
 
 
-def _size_alone(computer: _Computer, part: Typed, name: str) -> None:
+def _add_size(computer: _Computer, part: Typed, name: str) -> None:
     """A size that stands apart is the computer's memory, unless a comma sets it off and the card is sold with just that."""
     if computer.parts and "+" not in name and part.ram is None:
         rows, card = computer.parts[-1]
-        if not card.sizes_gb and card.own_gb is None and any(part.memory_gb in row.memory_gb for row in rows):
+        if card.memory_gb is None and any(part.memory_gb in row.memory_gb for row in rows):
             computer.parts[-1] = (rows, replace(card, sizes_gb=part.sizes_gb, own_gb=part.own_gb))
             return
-    computer.has(part.memory_gb, part.ram)
+    computer.add_ram(part.memory_gb, part.ram)
 
 
 def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     longer = lookup.longer(part)
-    if longer and any(c.isdigit() for word in part.words for c in word):
+    if longer and _has_number(part.words):
         names = ", ".join(longer[:4])
         hint = f"say which, if it is one of {names}; else describe it: --memory GB --bandwidth GBPS"
         return DeviceNotFoundError(f"{text!r} is not in the table by itself, but {names}", hint=hint, param="device")
@@ -159,51 +173,53 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
 _MODDED = 2
 
 
-def _own_size(rows: tuple[DeviceRow, ...], part: Typed, computer: _Computer) -> float | None:
+def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: _Computer) -> float | None:
     """The size that is the part's own; what else was said is the computer's memory, as is of a card what none is sold with."""
     if part.own_gb is not None:
         if part.sizes_gb:
-            computer.has(part.sizes_gb[0], None)
+            computer.add_ram(part.sizes_gb[0], None)
         return part.own_gb
     if rows[0].kind != "discrete":
-        return part.memory_gb or (computer.ram.size_gb if computer.ram else None)
+        return part.memory_gb or computer.ram.size_gb
     sold = {size for row in rows for size in row.memory_gb}
-    may = sold | ({_MODDED * size for size in sold} if "laptop" not in part.words else set())
+    modded = set() if "laptop" in part.words else {_MODDED * size for size in sold}
     own = next((size for size in part.sizes_gb if size in sold), None)
-    own = own or next((size for size in part.sizes_gb if size in may or not sold), None)
+    own = own or next((size for size in part.sizes_gb if size in modded or not sold), None)
     for size in part.sizes_gb:
         if size != own:
-            computer.has(size, None)
+            computer.add_ram(size, None)
     return own
 
 
 def _choose(
-    found: tuple[DeviceRow, ...], part: Typed, own_gb: float | None, memory_gb: float | None
+    found: Sequence[DeviceRow], part: Typed, own_gb: float | None, memory_gb: float | None
 ) -> tuple[DeviceRow, float | None, list[Finding]]:
     """One row and a memory size (GiB) of those the name fits; what was not said is chosen and stated."""
     findings: list[Finding] = []
     wanted = memory_gb if memory_gb is not None else own_gb
-    rows = list(found)
-    if wanted is None:  # "RTX 3080" is the card called just that, not the later "RTX 3080 12 GB"
-        rows = [row for row in rows if typed.read(row.name).memory_gb is None] or rows
-    if part.cores is not None:
-        rows = [row for row in rows if row.compute_units == part.cores] or rows
-    if wanted is not None:
-        rows = [row for row in rows if wanted in row.memory_gb] or rows
+    rows = _of_size(found, part, wanted)
     # What people mean by a bare name: the larger bin with its largest memory.
     row = max(rows, key=lambda r: (max(r.memory_gb, default=0.0), r.bandwidth_gbps or 0.0, r.compute_units))
     others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
     if others and part.cores is None and len(rows) > 1:
         findings.append(Finding("info", f"took {row.name}; the same name also means {', '.join(others)}"))
+    sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
     if wanted is None:
         wanted = max(row.memory_gb, default=None)
         if len(row.memory_gb) > 1:
-            sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
             findings.append(Finding("info", f"took {wanted:g} GB; it is sold with {sizes} GB", "--memory GB"))
-    elif row.memory_gb and wanted not in row.memory_gb and memory_gb is None:
-        sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
+    elif sizes and wanted not in row.memory_gb and memory_gb is None:
         findings.append(Finding("warning", f"{row.name} is listed with {sizes} GB, not {wanted:g}: taken as typed"))
     return row, wanted, findings
+
+
+def _of_size(found: Sequence[DeviceRow], part: Typed, wanted_gb: float | None) -> Sequence[DeviceRow]:
+    """Those of the rows that have the GPU cores and the memory which were said, as far as any has."""
+    if wanted_gb is None:  # "RTX 3080" is the card called just that, not the later "RTX 3080 12 GB"
+        found = [row for row in found if typed.read(row.name).memory_gb is None] or found
+    if part.cores is not None:
+        found = [row for row in found if row.compute_units == part.cores] or found
+    return found if wanted_gb is None else [row for row in found if wanted_gb in row.memory_gb] or found
 
 
 def _simulate(

@@ -77,9 +77,9 @@ _JOINED = re.compile(
 )
 
 # "24g" and "24gb"; a number of four digits with a "G" is a part's (Ryzen 7 5750G).
-_SIZE = r"([0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb|mib)))\s*(gb|gib|g|tb|mib)\b"
-_KIND = r"(lpddr[3-5]x?|ddr[2-5])"
-_RATE = r"(?:[\s-]*([0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*g))"
+_SIZE = r"(?P<number>[0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb|mib)))\s*(?P<unit>gb|gib|g|tb|mib)\b"
+_KIND = r"(?P<kind>lpddr[3-5]x?|ddr[2-5])"
+_RATE = r"(?:[\s-]*(?P<rate>[0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*g))"
 _RAM = [
     re.compile(rf"{_SIZE}\s*(?:of\s+)?{_KIND}{_RATE}?(?:\s+ram)?"),
     re.compile(rf"{_KIND}{_RATE}?\s+{_SIZE}(?:\s+ram)?"),
@@ -103,15 +103,12 @@ def read(part: str) -> Typed:
     text = re.sub(r"\b(rtx|gtx|rx)(?=[0-9]{1,3}\s*gb)", r"\1 ", text)
     whole = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
     count, text = _counted(text)
-    channels = 0
-    if found := _CHANNELS.search(text):
-        channels = _CHANNEL_WORDS.get(found[1]) or int(found[1])
-        text = f"{text[: found.start()]} {text[found.end() :]}"
-    ram, text = _ram(text, channels)
+    ram, text = _ram(text)
     own = None
     # "A100-SXM4-40GB" is what a driver calls it.
-    if found := re.search(rf"{_SIZE}\s*vram", text) or re.search(rf"(?<=[a-z0-9]-){_SIZE}", text):
-        own, text = _gigabytes(found[1], found[2]), f"{text[: found.start()]} {text[found.end() :]}"
+    found = re.search(rf"{_SIZE}\s*vram", text) or re.search(rf"(?<=[a-z0-9]-){_SIZE}", text)
+    if found:
+        own, text = _gigabytes(found[1], found[2]), _without(found)
     sizes = tuple(_gigabytes(number, unit) for number, unit in re.findall(rf"(?<![\w.]){_SIZE}", text))
     text = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
     cores, memory, text = _cores(text)
@@ -131,34 +128,33 @@ def _gigabytes(number: str, unit: str) -> float:
     return float(number) * (1024 if unit.startswith("t") else 1)
 
 
+def _without(found: re.Match[str]) -> str:
+    """The text that was searched, a blank in place of what was found."""
+    return f"{found.string[: found.start()]} {found.string[found.end() :]}"
+
+
 def _counted(text: str) -> tuple[int, str]:
     """How many of what: "2x rtx 3090", "2x3090", "dual 3090s", "rtx 3090 x2", "3090x2"."""
-    if before := _BEFORE.match(text):
+    before = _BEFORE.match(text)
+    if before:
         return int(before[1]) if before[1] else _COUNTS[before[2]], text[before.end() :]
     text = re.sub(r"\(\s*([1-9]|1[0-6])\s*[x×*]\s*\)\s*$", r" x\1", text)
-    if alone := re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text):
-        return int(alone[1]), text[alone.end() :]
-    if behind := _BEHIND.search(text):
-        return int(behind[1]), text[: behind.start()]
-    return 1, text
+    alone = re.match(r"([2-9]|1[0-6])\s+(?=(?:[rg]tx\s?)?[0-9]{4}\b)", text)
+    found = alone or _BEHIND.search(text)
+    return (int(found[1]), _without(found).strip()) if found else (1, text)
 
 
-def _ram(text: str, channels: int) -> tuple[TypedRam | None, str]:
-    for i, pattern in enumerate(_RAM):
-        if found := pattern.search(text):
-            groups = found.groups()
-            size: float | None = None
-            kind = rate = ""
-            if i == 0:
-                size, kind, rate = _gigabytes(groups[0], groups[1]), groups[2], groups[3] or ""
-            elif i == 1:
-                kind, rate, size = groups[0], groups[1] or "", _gigabytes(groups[2], groups[3])
-            elif i == 2:
-                size = _gigabytes(groups[0], groups[1])
-            else:
-                kind, rate = groups[0], groups[1] or ""
-            return TypedRam(size, kind, int(rate or 0), channels), f"{text[: found.start()]} {text[found.end() :]}"
-    return (TypedRam(None, channels=channels) if channels else None), text
+def _ram(text: str) -> tuple[TypedRam | None, str]:
+    channels = 0
+    found = _CHANNELS.search(text)
+    if found:
+        channels, text = _CHANNEL_WORDS.get(found[1]) or int(found[1]), _without(found)
+    found = next(filter(None, (pattern.search(text) for pattern in _RAM)), None)
+    if found is None:
+        return (TypedRam(None, channels=channels) if channels else None), text
+    said = found.groupdict()
+    size = _gigabytes(said["number"], said["unit"]) if said.get("number") else None
+    return TypedRam(size, said.get("kind") or "", int(said.get("rate") or 0), channels), _without(found)
 
 
 def _cores(text: str) -> tuple[int | None, float | None, str]:
