@@ -9,9 +9,8 @@ from typing import Literal
 
 from localllm.device import ggml
 from localllm.device.accelerators import compiled_in
-from localllm.device.types import Device
+from localllm.device.types import GIB, Device
 
-GIB = 1 << 30
 GB = 10**9  # as `localllm device` and plans count
 Status = Literal["ok", "warning", "error", "not checked"]
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from localllm.device import cards, cpus, lookup, table, typed, usable
 from localllm.device.cpus import Processor
 from localllm.device.table import DeviceRow
-from localllm.device.typed import Typed, TypedRam
-from localllm.device.types import Device, DeviceNotFoundError, Figure, Finding, Memory
+from localllm.device.typed import NO_RAM, Typed, TypedRam
+from localllm.device.types import GIB, Device, DeviceNotFoundError, Figure, Finding, Memory
 from localllm.errors import UsageError
 from localllm.memory.account import keeping, with_released
-
-GIB = 1 << 30
 
 # A card shows its software a little less than its nominal size: 31.84 of 32 GiB on an RTX 5090, 79.65 of 80 on an H100.
 _VRAM_VISIBLE = 0.995
@@ -33,11 +31,11 @@ class _Computer:
 
     parts: list[tuple[tuple[DeviceRow, ...], Typed]]
     cpu: Processor | None = None
-    ram: TypedRam = TypedRam(None)
+    ram: TypedRam = NO_RAM
 
     def add_ram(self, size_gb: float | None, more: TypedRam | None) -> None:
         """Take note of system memory: of its size, or of its kind alone."""
-        known, more = self.ram, more or TypedRam(None)
+        known, more = self.ram, more or NO_RAM
         self.ram = TypedRam(
             known.size_gb or more.size_gb or size_gb,
             more.kind or known.kind,
@@ -68,16 +66,13 @@ def resolve(name: str, *, memory_gb: float | None = None, bandwidth_gbps: float 
         raise
     if not computer.parts:
         return _system(computer, memory_gb, bandwidth_gbps)
-    several = len(computer.parts) > 1
     devices = []
     for rows, part in computer.parts:
         own = _own_size(rows, part, computer)
         chosen, gb, findings = _choose(rows, part, own, memory_gb)
-        for size in part.sizes_gb:
-            if chosen.kind == "discrete" and size != own:
-                findings.append(
-                    Finding("info", f"took {size:g} GB as the computer's memory: no {chosen.name} has so much")
-                )
+        others = [size for size in part.sizes_gb if chosen.kind == "discrete" and size != own]
+        for size in others:
+            findings.append(Finding("info", f"took {size:g} GB as the computer's memory: no {chosen.name} has so much"))
         one = _simulate(chosen, gb, findings, given_memory=given, bandwidth_gbps=bandwidth_gbps)
         if part.count > 1 and one.kind != "discrete":
             raise UsageError(
@@ -85,9 +80,14 @@ def resolve(name: str, *, memory_gb: float | None = None, bandwidth_gbps: float 
                 hint=f'several, connected: localllm recommend -m MODEL --device "{name}"',
             )
         devices += [one] * part.count
-    if several and any(device.kind == "discrete" for device in devices):  # graphics of a processor beside cards
-        devices = [d for d in devices if d.kind == "discrete" or d.accelerator in ("metal", "cuda")]
-    return _with_host(_together(devices), computer)
+    return _with_host(_together(_without_graphics(devices)), computer)
+
+
+def _without_graphics(devices: list[Device]) -> list[Device]:
+    """Without a processor's graphics, where there are cards."""
+    cards_ = [device for device in devices if device.kind == "discrete"]
+    machines = [device for device in devices if device.kind != "discrete" and device.accelerator in ("metal", "cuda")]
+    return [*cards_, *machines] if cards_ else devices
 
 
 def _read(name: str) -> _Computer:
@@ -227,8 +227,8 @@ def _simulate(
     gb: float | None,
     findings: list[Finding],
     *,
-    given_memory: bool,
-    bandwidth_gbps: float | None,
+    given_memory: bool = False,
+    bandwidth_gbps: float | None = None,
 ) -> Device:
     if gb is None:
         gb = 32.0
@@ -306,7 +306,7 @@ def _described(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
 
 def _system(computer: _Computer, memory_gb: float | None, bandwidth_gbps: float | None) -> Device:
     """A computer without a card: its processor and memory."""
-    cpu, ram = computer.cpu or _USUAL_PROCESSOR, computer.ram or TypedRam(None)
+    cpu, ram = computer.cpu or _USUAL_PROCESSOR, computer.ram
     findings = []
     gb = memory_gb or ram.size_gb
     if gb is None:
@@ -371,7 +371,7 @@ def _with_host(device: Device, computer: _Computer) -> Device:
     cpu, ram = computer.cpu, computer.ram
     if cpu is not None:
         device = replace(device, cpu=cpu.name, n_cpu_cores=cpu.cores, cpu_vectors=cpu.vector)
-    if ram is None or ram.size_gb is None or device.kind != "discrete":
+    if ram.size_gb is None or device.kind != "discrete":
         return device
     size = int(ram.size_gb * GIB)
     host = replace(usable.described_pool(size, "what was said, less what the system keeps", device.os), basis="given")
@@ -396,17 +396,21 @@ def with_memory(
     if vram_headroom_gb is not None:
         device = _keeping_of_cards(device, vram_headroom_gb)
     if headroom_gb is not None:
-        apart = device.kind == "discrete"
-        if (pool := device.host if apart else device.memory) is not None:
-            if headroom_gb * 1e9 >= pool.total_bytes:
-                raise UsageError(f"--headroom {headroom_gb:g} leaves nothing of {pool.total_bytes / 1e9:.1f} GB")
-            most = pool.limit_bytes
-            pool = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
-            if device.accelerator == "metal":  # what macOS gives the GPU stays its own affair
-                pool = replace(pool, limit_bytes=min(most, pool.limit_bytes))
-                pool = replace(pool, available_bytes=min(pool.available_bytes, pool.limit_bytes))
-            device = replace(device, host=pool) if apart else replace(device, memory=pool)
+        if device.kind != "discrete":
+            device = replace(device, memory=_with_headroom(device, device.memory, headroom_gb))
+        elif device.host is not None:
+            device = replace(device, host=_with_headroom(device, device.host, headroom_gb))
     return device
+
+
+def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
+    if headroom_gb * 1e9 >= pool.total_bytes:
+        raise UsageError(f"--headroom {headroom_gb:g} leaves nothing of {pool.total_bytes / 1e9:.1f} GB")
+    kept = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
+    if device.accelerator != "metal":
+        return kept
+    limit = min(pool.limit_bytes, kept.limit_bytes)  # what macOS gives the GPU stays its own affair
+    return replace(kept, limit_bytes=limit, available_bytes=min(kept.available_bytes, limit))
 
 
 def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
@@ -453,8 +457,7 @@ def _check_overrides(memory_gb: float | None, bandwidth_gbps: float | None) -> N
 
 def everything() -> list[Device]:
     """Every machine of the table, once for each memory size it is sold with."""
-    return [
-        _simulate(row, size, [], given_memory=False, bandwidth_gbps=None)
-        for row in table.rows()
-        for size in sorted(row.memory_gb)
-    ]
+    devices: list[Device] = []
+    for row in table.rows():
+        devices += [_simulate(row, size, []) for size in sorted(row.memory_gb)]
+    return devices

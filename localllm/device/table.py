@@ -10,9 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localllm.device.types import Accelerator, Basis, DeviceKind, Figure
-
-GIB = 1 << 30
+from localllm.device.types import GIB, Accelerator, Basis, DeviceKind, Figure
 
 # The words a driver, a shop or a person adds or leaves out around the same part number.
 _NOISE = re.compile(r"\((?:tm|r|c)\)|™|®|\bnvidia\b|\bamd\b|\bintel\b|\bgraphics\b|\bgpu\b", re.IGNORECASE)

@@ -39,6 +39,10 @@ class TypedRam:
         return Figure(rate * channels * _CHANNEL_BYTES / 1000, "given" if self.rate else "assumed", source)
 
 
+# Where nothing was said of system memory.
+NO_RAM = TypedRam(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Typed:
     """One part of a typed name: its words, how many of it, the sizes of memory it says (GB) and which of them is called the
@@ -151,7 +155,7 @@ def _ram(text: str) -> tuple[TypedRam | None, str]:
         channels, text = _CHANNEL_WORDS.get(found[1]) or int(found[1]), _without(found)
     found = next(filter(None, (pattern.search(text) for pattern in _RAM)), None)
     if found is None:
-        return (TypedRam(None, channels=channels) if channels else None), text
+        return (replace(NO_RAM, channels=channels) if channels else None), text
     said = found.groupdict()
     size = _gigabytes(said["number"], said["unit"]) if said.get("number") else None
     return TypedRam(size, said.get("kind") or "", int(said.get("rate") or 0), channels), _without(found)

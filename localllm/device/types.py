@@ -13,6 +13,7 @@ from localllm.memory.account import Basis as Basis
 from localllm.memory.account import Memory as Memory
 
 DeviceKind = Literal["unified", "discrete", "system"]
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

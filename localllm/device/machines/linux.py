@@ -6,16 +6,37 @@ import re
 from dataclasses import dataclass, replace
 
 from localllm.device import cpus, table, usable
-from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine, ram_disagrees
+from localllm.device.machines.common import (
+    Card,
+    beside_nvidia,
+    modules_bandwidth,
+    nvidia_card,
+    nvidia_gpus,
+    one_machine,
+    ram_disagrees,
+    with_findings,
+)
 from localllm.device.parsers import hexadecimal, integer, linux
-from localllm.device.parsers.gpus import AmdGpu, NvidiaGpu, amd_gpus, environment, marketing_name, visible, vulkaninfo
+from localllm.device.parsers.gpus import (
+    DRM_CARDS,
+    AmdGpu,
+    NvidiaGpu,
+    amd_gpus,
+    environment,
+    marketing_name,
+    pci_folders,
+    visible,
+    vulkaninfo,
+)
 from localllm.device.table import DeviceRow
-from localllm.device.types import Accelerator, Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
+from localllm.device.types import GIB, Accelerator, Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 from localllm.memory.account import shared_pool
 from localllm.memory.linux import LinuxMemory, MemInfo
 
-GIB = 1 << 30
 _ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
+_INTEL_VENDOR = 0x8086
+# A display controller's PCI class; a GPU without a file that says its class is taken for one.
+_DISPLAY = 0x030000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +54,23 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     """The Device of these readings; raises DeviceUnreadableError without a MemTotal."""
     system = _system(readings, ram_bandwidth)
     gpus, hidden = nvidia_gpus(readings)
-    system = _with_findings(system, hidden)
+    system = _found(system, hidden)
     cards: list[Card] = []
     for gpu in gpus:
         row = _one_pool_row(readings, gpu, system)
         if row is not None or _looks_integrated(readings, gpu, system):
             return _one_pool(readings, system, gpu, row)
         card, findings = nvidia_card(gpu)
-        system = _with_findings(system, findings)
+        system = _found(system, findings)
         if card is not None:
             cards.append(card)
     board = readings.file("/proc/device-tree/model")
     if not gpus and not hidden and "NVIDIA" in board:
         return _one_pool(readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system))
     if cards:
-        system = _with_findings(system, _others(readings))
-        return one_machine(cards, "cuda", _host(system), system.base.bandwidth_gbps, system.base)
-    if not gpus and not hidden and _pci_vendor_present(readings, 0x10DE):
-        system = _with_findings(system, [_no_nvidia_driver(readings)])
+        return one_machine(cards, "cuda", with_findings(system.base, _others(readings)))
+    if not gpus and not hidden and _has_nvidia_gpu(readings):
+        system = _found(system, [_no_nvidia_driver(readings)])
     return _amd(readings, system) or _intel(readings, system) or _cpu_only(system)
 
 
@@ -79,7 +99,8 @@ def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
         findings.append(
             Finding("info", "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead")
         )
-    told = _ram_bandwidth(readings, cpu)
+    modules = linux.udev_memory(readings.file("/run/udev/data/+dmi:id"), cpus.channels(cpu.name))
+    told = modules_bandwidth(modules, "udev", cpu.name)
     findings += ram_disagrees(ram_bandwidth, told)
     base = Device(
         name=cpu.name or f"Linux {readings.architecture}",
@@ -108,22 +129,8 @@ def _pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tuple[Memo
     return shared_pool(memory.total_bytes() or 0, available or 0, source), smallest is not None
 
 
-def _ram_bandwidth(readings: Readings, cpu: linux.CpuInfo) -> Figure | None:
-    """Without a measurement: the fitted sticks (udev), else the processor's row; None in most virtual machines."""
-    sticks = linux.udev_memory(readings.file("/run/udev/data/+dmi:id"), cpus.channels(cpu.name))
-    if sticks is not None:
-        source = f"udev: {sticks.modules} module(s), {sticks.bus_bits} bit at {sticks.megatransfers_s} MT/s"
-        return Figure(round(sticks.bandwidth_gbps, 1), "derived", source)
-    row = table.by_cpu(cpu.name)
-    return row.bandwidth if row else None
-
-
-def _host(system: _System) -> Memory:
-    return system.base.memory
-
-
-def _with_findings(system: _System, findings: list[Finding]) -> _System:
-    return replace(system, base=replace(system.base, findings=(*system.base.findings, *findings)))
+def _found(system: _System, findings: list[Finding]) -> _System:
+    return replace(system, base=with_findings(system.base, findings))
 
 
 # -- NVIDIA with one pool: GB10, N1X, Jetson ------------------------------------------------------------------------
@@ -159,12 +166,9 @@ def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: _System) -> bo
 def _gb10_row(readings: Readings) -> DeviceRow | None:
     """The GB10 box by its DMI product name; they differ in name only."""
     words = set(readings.file("/sys/class/dmi/id/product_name").lower().replace("_", " ").replace("-", " ").split())
-    scored = [
-        (len(words & set(row.name.lower().split())), row)
-        for row in table.rows()
-        if row.family == "GB10" and words & set(row.name.lower().split())
-    ]
-    return max(scored, key=lambda pair: pair[0])[1] if scored else None
+    boxes = [row for row in table.rows() if row.family == "GB10"]
+    best = max(boxes, key=lambda row: len(words & set(row.name.lower().split())))
+    return best if words & set(best.name.lower().split()) else None
 
 
 def _jetson_row(readings: Readings, board: str, system: _System) -> DeviceRow | None:
@@ -173,12 +177,10 @@ def _jetson_row(readings: Readings, board: str, system: _System) -> DeviceRow | 
     kind = next((k for k in ("orin nano", "orin nx", "agx orin", "thor", "t4000") if k in low), None)
     if kind is None:
         return None
-    found = [row for row in table.rows() if row.family == "Jetson" and kind in row.name.lower()]
+    found = [row for row in table.rows() if row.family == "Jetson" and row.memory_gb and kind in row.name.lower()]
     # A module shows a few per cent less than it has: the smallest size that holds MemTotal.
-    fitting = [row for row in found if row.memory_gb and row.memory_gb[0] * GIB >= system.machine.total_bytes]
-    if not fitting:
-        return None
-    size = min(row.memory_gb[0] for row in fitting)
+    fitting = [row for row in found if row.memory_gb[0] * GIB >= system.machine.total_bytes]
+    size = min((row.memory_gb[0] for row in fitting), default=0.0)
     fitting = [row for row in fitting if row.memory_gb[0] == size and row.bandwidth_gbps]
     if kind == "orin nano" and len(fitting) > 1:
         faster = "super" in low or "maxn" in readings.file("/var/lib/nvpmodel/status").lower()
@@ -188,7 +190,7 @@ def _jetson_row(readings: Readings, board: str, system: _System) -> DeviceRow | 
 
 def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRow | None) -> Device:
     """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML or CUDA say."""
-    findings = list(system.base.findings)
+    findings = []
     bandwidth = row.bandwidth if row else None
     if bandwidth is None:
         findings.append(
@@ -198,17 +200,13 @@ def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRo
         findings.append(
             Finding("info", "a Jetson's power mode sets its memory bandwidth: the figure holds in the fastest mode")
         )
-    product = " ".join(readings.file("/sys/class/dmi/id/product_name").replace("_", " ").split())[:60]
-    name = readings.file("/proc/device-tree/model")[:80] if row is not None and row.family == "Jetson" else gpu.name
-    if row is not None and row.family == "GB10":
-        name = f"NVIDIA GB10 ({product})" if product else "NVIDIA GB10"
     memory = system.base.memory
     if system.machine.huge_free_bytes is not None:
         # Only reserved pages can hold a model here: https://github.com/ggml-org/llama.cpp/pull/17368
         memory, _ = _pool(system.memory, system.machine.huge_free_bytes)
     return replace(
         system.base,
-        name=name or gpu.name,
+        name=_one_pool_name(readings, row) or gpu.name,
         kind="unified",
         accelerator="cuda",
         memory=memory,
@@ -216,8 +214,18 @@ def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRo
         bandwidth_gbps=bandwidth,
         **table.facts(row),
         compute_capability=gpu.compute_capability or (row.compute_capability if row else ""),
-        findings=tuple(findings),
+        findings=(*system.base.findings, *findings),
     )
+
+
+def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
+    """A Jetson's board, or a GB10 with the box that it is in; "" of any other."""
+    if row is not None and row.family == "Jetson":
+        return readings.file("/proc/device-tree/model")[:80]
+    product = " ".join(readings.file("/sys/class/dmi/id/product_name").replace("_", " ").split())[:60]
+    if row is not None and row.family == "GB10":
+        return f"NVIDIA GB10 ({product})" if product else "NVIDIA GB10"
+    return ""
 
 
 def _no_nvidia_driver(readings: Readings) -> Finding:
@@ -233,27 +241,30 @@ def _no_nvidia_driver(readings: Readings) -> Finding:
 
 
 def _others(readings: Readings) -> list[Finding]:
-    names = [_amd_card(readings, gpu).name for gpu in amd_gpus(readings) if not gpu.integrated and gpu.vram_total_bytes]
-    names += [card.name for card in _arcs(readings)]
+    names = [card.name for card in (*_amd_cards(readings, amd_gpus(readings)), *_arcs(readings))]
     return [beside_nvidia(names)] if names else []
 
 
 def _amd(readings: Readings, system: _System) -> Device | None:
     gpus = amd_gpus(readings)
-    said = environment(readings)
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        left = visible(said.get(name), ["" for _ in gpus])
+        said = environment(readings).get(name)
+        left = visible(said, [""] * len(gpus))
         if len(left) < len(gpus):
-            told = Finding("info", f"{name}={said[name]} leaves {len(left)} of {len(gpus)} AMD GPUs")
-            system, gpus = _with_findings(system, [told]), [gpus[i] for i in left]
-    discrete = [gpu for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
-    findings = _permission_findings(readings) if gpus else []
-    if discrete:
-        cards = [_amd_card(readings, gpu) for gpu in discrete]
-        base = replace(system.base, findings=(*system.base.findings, *findings))
-        return one_machine(cards, "rocm", _host(system), system.base.bandwidth_gbps, base)
+            told = Finding("info", f"{name}={said} leaves {len(left)} of {len(gpus)} AMD GPUs")
+            system, gpus = _found(system, [told]), [gpus[i] for i in left]
     if not gpus:
         return None
+    system = _found(system, _permission_findings(readings))
+    cards = _amd_cards(readings, gpus)
+    return one_machine(cards, "rocm", system.base) if cards else _amd_apu(readings, system, gpus)
+
+
+def _amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Card]:
+    return [_amd_card(readings, gpu) for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
+
+
+def _amd_apu(readings: Readings, system: _System, gpus: list[AmdGpu]) -> Device:
     gpu = max(gpus, key=lambda g: g.vram_total_bytes + g.gtt_total_bytes)
     row = _apu_row(system.cpu.name, gpu)
     memory = usable.apu(gpu, system.base.memory.total_bytes, system.memory.available_bytes() or 0)
@@ -261,7 +272,6 @@ def _amd(readings: Readings, system: _System) -> Device | None:
     if accelerator == "rocm":
         larger = usable.carve_out_alone if gpu.vram_total_bytes >= gpu.gtt_total_bytes else usable.gtt_alone
         memory = larger(gpu, system.base.memory)
-    findings += _gtt_findings(gpu, system, row)
     facts = table.facts(row)
     facts["compute_units"] = gpu.compute_units or facts["compute_units"]
     return replace(
@@ -274,7 +284,7 @@ def _amd(readings: Readings, system: _System) -> Device | None:
         bandwidth_gbps=_apu_bandwidth(system, row),
         **facts,
         compute_capability=gpu.gfx,
-        findings=(*system.base.findings, *findings),
+        findings=(*system.base.findings, *_gtt_findings(gpu, system, row)),
     )
 
 
@@ -345,31 +355,24 @@ def _permission_findings(readings: Readings) -> list[Finding]:
 # -- Intel and everything else --------------------------------------------------------------------------------------
 
 
-def _pci_vendor_present(readings: Readings, vendor: int) -> bool:
-    paths = readings.matching("/sys/class/drm/card*/device/vendor") + readings.matching("/sys/bus/pci/devices/*/vendor")
-    for path in paths:
-        folder = path.removesuffix("/vendor")
-        display = (hexadecimal(readings.file(f"{folder}/class")) or 0x030000) >> 16 == 0x03
-        if hexadecimal(readings.file(path)) == vendor and display:
-            return True
-    return False
+def _has_nvidia_gpu(readings: Readings) -> bool:
+    folders = [f for pattern in (DRM_CARDS, "/sys/bus/pci/devices/*") for f in pci_folders(readings, pattern, 0x10DE)]
+    classes = [hexadecimal(readings.file(f"{folder}/class")) for folder in folders]
+    return any((number or _DISPLAY) >> 16 == _DISPLAY >> 16 for number in classes)
 
 
 def _intel(readings: Readings, system: _System) -> Device | None:
     """Intel's Arc: discrete cards, and the integrated ones the table knows."""
-    vulkan_gpus = vulkaninfo(readings.output("vulkaninfo"))
-    cards, said = _arcs(readings), environment(readings).get("GGML_VK_VISIBLE_DEVICES")
-    cards = [cards[i] for i in visible(said, ["" for _ in cards])]
+    cards = _arcs(readings)
+    left = visible(environment(readings).get("GGML_VK_VISIBLE_DEVICES"), [""] * len(cards))
+    cards = [cards[i] for i in left]
     if cards:
         told = f"{cards[0].name}: memory in use can't be read without root, so all of it counts as free"
-        base = replace(system.base, findings=(*system.base.findings, Finding("info", told)))
-        return one_machine(cards, "vulkan", _host(system), system.base.bandwidth_gbps, base)
-    shown = [table.by_gpu_name(gpu.name) for gpu in vulkan_gpus] + [
-        table.by_pci("8086", _device_id(readings, path))
-        for path in readings.matching("/sys/class/drm/card*/device/vendor")
-        if hexadecimal(readings.file(path)) == 0x8086
-    ]
-    integrated = table.by_cpu(system.cpu.name) or next((row for row in shown if row and row.vendor == "Intel"), None)
+        return one_machine(cards, "vulkan", with_findings(system.base, [Finding("info", told)]))
+    named = [table.by_gpu_name(gpu.name) for gpu in vulkaninfo(readings.output("vulkaninfo"))]
+    listed = [_by_pci(readings, folder) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)]
+    shown = [row for row in (*named, *listed) if row and row.vendor == "Intel"]
+    integrated = table.by_cpu(system.cpu.name) or next(iter(shown), None)
     if integrated is None or integrated.vendor != "Intel" or integrated.kind != "unified":
         return None
     note = Finding("info", "how much RAM this integrated GPU may map depends on its driver: what is available is shown")
@@ -386,45 +389,50 @@ def _intel(readings: Readings, system: _System) -> Device | None:
     )
 
 
-def _device_id(readings: Readings, vendor_path: str) -> str:
-    return f"{hexadecimal(readings.file(vendor_path.removesuffix('vendor') + 'device')) or 0:04x}"
+def _by_pci(readings: Readings, folder: str, memory_bytes: int | None = None) -> DeviceRow | None:
+    return table.by_pci("8086", _device_id(readings, folder), "", memory_bytes)
+
+
+def _device_id(readings: Readings, folder: str) -> str:
+    return f"{hexadecimal(readings.file(f'{folder}/device')) or 0:04x}"
 
 
 def _arcs(readings: Readings) -> list[Card]:
-    """Intel's discrete cards: by PCI id, else by the name that the Vulkan driver has for the one that is on a bus of its own, where
-    i915 says its memory or the table does."""
-    named = [
-        gpu for gpu in vulkaninfo(readings.output("vulkaninfo")) if gpu.vendor_id == 0x8086 and gpu.kind == "discrete"
-    ]
-    cards = []
-    for path in readings.matching("/sys/class/drm/card*/device/vendor"):
-        if hexadecimal(readings.file(path)) != 0x8086:
-            continue
-        folder = path.removesuffix("/vendor")
-        device_id = _device_id(readings, path)
-        total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
-        row = table.by_pci("8086", device_id, "", total or None)
-        slot = re.search(r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I)
-        own_bus = total > 0 or (slot is not None and slot.group(1) != "00")
-        name = row.name if row else f"Intel GPU 8086:{device_id}"
-        if row is None and own_bus and named:
-            name = named.pop(0).name
-            row = table.by_gpu_name(name, total or None)
-        if (row is not None and row.kind != "discrete") or not (total or row):
-            continue
-        size = total or (int(row.memory_gb[0] * GIB) if row is not None else 0)
-        memory = usable.vram(size, 0, 0, "lmem_total_bytes, or the table")
-        memory = memory if total else replace(memory, basis="datasheet")
-        cards.append(Card(name, memory, row.bandwidth if row else None, row, "", row.compute_units if row else 0))
-    return cards
+    """Intel's discrete cards, as i915 or the table says their memory."""
+    shown = vulkaninfo(readings.output("vulkaninfo"))
+    names = [gpu.name for gpu in shown if gpu.vendor_id == _INTEL_VENDOR and gpu.kind == "discrete"]
+    cards = [_arc(readings, folder, names) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)]
+    return [card for card in cards if card is not None]
+
+
+def _arc(readings: Readings, folder: str, names: list[str]) -> Card | None:
+    """A card by its PCI id, else, where it is on a bus of its own, by the next of the `names` that the Vulkan driver has for
+    cards; None where it is none, or nobody says how much memory it has."""
+    total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
+    row = _by_pci(readings, folder, total or None)
+    name = row.name if row else f"Intel GPU 8086:{_device_id(readings, folder)}"
+    slot = re.search(r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I)
+    own_bus = total > 0 or (slot is not None and slot.group(1) != "00")
+    if row is None and own_bus and names:
+        name = names.pop(0)
+        row = table.by_gpu_name(name, total or None)
+    if row is None:
+        return Card(name, _arc_memory(total), None, None) if total else None
+    if row.kind != "discrete":
+        return None
+    memory = _arc_memory(total) if total else replace(_arc_memory(int(row.memory_gb[0] * GIB)), basis="datasheet")
+    return Card(name, memory, row.bandwidth, row, "", row.compute_units)
+
+
+def _arc_memory(total_bytes: int) -> Memory:
+    return usable.vram(total_bytes, 0, 0, "lmem_total_bytes, or the table")
 
 
 def _cpu_only(system: _System) -> Device:
     row = table.by_cpu(system.cpu.name)
-    findings = list(system.base.findings)
     if system.base.bandwidth_gbps is None:
         hint = "memory bandwidth is not known here yet"
         if system.cpu.hypervisor:
             hint += " (a virtual machine hides its memory)"
-        findings.append(Finding("info", hint, "localllm device --measure"))
-    return replace(system.base, match=row.name if row else "", findings=tuple(findings))
+        system = _found(system, [Finding("info", hint, "localllm device --measure")])
+    return replace(system.base, match=row.name if row else "")

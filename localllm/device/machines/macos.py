@@ -7,8 +7,6 @@ from localllm.device.parsers import macos
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Readings
 from localllm.memory.account import shared_pool
 
-GIB = 1 << 30
-
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     """The Mac of these readings. A CPU measurement is not its bandwidth: the CPU cores can't pull the SoC's full rate,

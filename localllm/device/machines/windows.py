@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device import cpus, table, usable
-from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine, ram_disagrees
+from localllm.device.machines.common import (
+    Card,
+    beside_nvidia,
+    modules_bandwidth,
+    nvidia_card,
+    nvidia_gpus,
+    one_machine,
+    ram_disagrees,
+    with_findings,
+)
 from localllm.device.parsers import integer, windows
-from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
+from localllm.device.parsers.gpus import NvidiaGpu
+from localllm.device.types import GIB, Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 from localllm.memory.account import shared_pool
-
-GIB = 1 << 30
 
 # What Windows lets an integrated GPU borrow of the RAM it sees: half (DXGI's SharedSystemMemory).
 _SHARED_WITH_GPU = 0.5
@@ -23,7 +31,8 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         raise DeviceUnreadableError("Windows did not report its memory (GlobalMemoryStatusEx)")
     total, available = status
     cpu = windows.processor(readings.output("processor"))
-    told = _ram_bandwidth(readings, cpu)
+    modules = windows.physical_memory(readings.output("physical-memory"), cpus.channels(cpu))
+    told = modules_bandwidth(modules, "Win32_PhysicalMemory", cpu)
     base = Device(
         name=cpu or "Windows PC",
         kind="system",
@@ -36,37 +45,36 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         n_cpu_cores=max(integer(readings.output("cores")) or 0, 0),
         findings=(*_emulation(readings), *ram_disagrees(ram_bandwidth, told)),
     )
-    cards: list[Card] = []
     gpus, hidden = nvidia_gpus(readings)
-    base = replace(base, findings=(*base.findings, *hidden))
+    base = with_findings(base, hidden)
     adapters = windows.adapters(readings.output("display-class"))
-    for gpu in gpus:
-        card, findings = nvidia_card(gpu)
-        base = replace(base, findings=(*base.findings, *findings))
-        cards += [card] if card else []
-    if cards:
-        others = [card.name for card in _cards(adapters)]
-        if others:
-            base = replace(base, findings=(*base.findings, beside_nvidia(others)))
-        return one_machine(cards, "cuda", base.memory, base.bandwidth_gbps, base)
-    if any(adapter.vendor == "10de" for adapter in adapters) and not gpus and not hidden:
+    if gpus:
+        cards, findings = _nvidia_cards(gpus, adapters)
+        base = with_findings(base, findings)
+        if cards:
+            return one_machine(cards, "cuda", base)
+    elif not hidden and any(adapter.vendor == "10de" for adapter in adapters):
         fix = "install the NVIDIA driver, then check with nvidia-smi"
         finding = Finding("error", "an NVIDIA GPU is in this machine but its driver does not answer: not used", fix)
-        base = replace(base, findings=(*base.findings, finding))
-    row = table.by_cpu(cpu)
-    alone = replace(base, match=row.name, family=row.family) if row is not None and row.accelerator == "cpu" else base
-    return _integrated(adapters, base, total, available, told) or _discrete(adapters, base) or alone
+        base = with_findings(base, [finding])
+    return _integrated(adapters, base, available, told) or _discrete(adapters, base) or _processor(base)
 
 
-def _ram_bandwidth(readings: Readings, cpu: str) -> Figure | None:
-    sticks = windows.physical_memory(readings.output("physical-memory"), cpus.channels(cpu))
-    if sticks is not None:
-        source = (
-            f"Win32_PhysicalMemory: {sticks.modules} module(s), {sticks.bus_bits} bit at {sticks.megatransfers_s} MT/s"
-        )
-        return Figure(round(sticks.bandwidth_gbps, 1), "derived", source)
-    row = table.by_cpu(cpu)
-    return row.bandwidth if row else None
+def _nvidia_cards(gpus: list[NvidiaGpu], adapters: list[windows.Adapter]) -> tuple[list[Card], list[Finding]]:
+    """The NVIDIA cards that can be planned with, and what there is to say of them and of others' beside them."""
+    cards: list[Card] = []
+    findings: list[Finding] = []
+    for gpu in gpus:
+        card, said = nvidia_card(gpu)
+        findings += said
+        cards += [card] if card else []
+    others = [card.name for card in _cards(adapters)]
+    return cards, [*findings, beside_nvidia(others)] if cards and others else findings
+
+
+def _processor(base: Device) -> Device:
+    row = table.by_cpu(base.cpu)
+    return replace(base, match=row.name, family=row.family) if row is not None and row.accelerator == "cpu" else base
 
 
 def _emulation(readings: Readings) -> tuple[Finding, ...]:
@@ -93,47 +101,45 @@ def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
     if not cards:
         return None
     note = Finding("info", "memory in use on this card can't be read here: all of it counts as free")
-    base = replace(base, findings=(*base.findings, note))
-    return one_machine(cards, "vulkan", base.memory, base.bandwidth_gbps, base)
+    return one_machine(cards, "vulkan", with_findings(base, [note]))
 
 
 def _integrated(
-    adapters: list[windows.Adapter], base: Device, total: int, available: int, told: Figure | None
+    adapters: list[windows.Adapter], base: Device, available_bytes: int, told: Figure | None
 ) -> Device | None:
     """A known APU: what its BIOS gave it (missing from the RAM Windows sees) plus half of the rest.
 
     Left to a discrete card where there is one: an APU's share is never added to a card's memory.
     """
-    found = [(a, table.by_gpu_name(a.name) or table.by_cpu(base.cpu)) for a in adapters]
+    by_cpu = table.by_cpu(base.cpu)
+    found = [(adapter, table.by_gpu_name(adapter.name) or by_cpu) for adapter in adapters]
     if any(row is not None and row.kind == "discrete" for _, row in found):
         return None
     for adapter, row in found:
         if row is None or row.kind != "unified" or row.vendor not in ("AMD", "Intel"):
             continue
-        by_cpu = table.by_cpu(base.cpu)
         row = by_cpu if by_cpu is not None and by_cpu.kind == "unified" else row
-        dedicated = adapter.memory_bytes
-        shared = int(total * _SHARED_WITH_GPU)
-        keep, others = base.memory.system_bytes, base.memory.others_bytes
-        memory = Memory(
-            total + dedicated,
-            dedicated + shared,
-            dedicated + max(0, min(shared, available - keep)),
-            "reported",
-            "registry qwMemorySize + half of the RAM Windows sees",
-            keep,
-            others,
-            dedicated,
-        )
         return replace(
             base,
             name=adapter.name,
             kind="unified",
             accelerator="vulkan",
             family=row.family,
-            memory=memory,
+            memory=_with_half_of_the_rest(base.memory, adapter.memory_bytes, available_bytes),
             bandwidth_gbps=row.bandwidth if "Halo" in row.family else told or row.bandwidth or base.bandwidth_gbps,
             **table.facts(row),
             compute_capability=row.compute_capability,
         )
     return None
+
+
+def _with_half_of_the_rest(ram: Memory, dedicated_bytes: int, available_bytes: int) -> Memory:
+    shared = int(ram.total_bytes * _SHARED_WITH_GPU)
+    return replace(
+        ram,
+        total_bytes=ram.total_bytes + dedicated_bytes,
+        limit_bytes=dedicated_bytes + shared,
+        available_bytes=dedicated_bytes + max(0, min(shared, available_bytes - ram.system_bytes)),
+        source="registry qwMemorySize + half of the RAM Windows sees",
+        carve_out_bytes=dedicated_bytes,
+    )

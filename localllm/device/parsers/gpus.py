@@ -73,15 +73,20 @@ def kfd_nodes(readings: Readings) -> list[KfdNode]:
     return nodes
 
 
+DRM_CARDS = "/sys/class/drm/card*/device"
+
+
+def pci_folders(readings: Readings, pattern: str, vendor: int) -> list[str]:
+    """The folders of this pattern in sysfs that are of a maker's devices."""
+    folders = [path.removesuffix("/vendor") for path in readings.matching(f"{pattern}/vendor")]
+    return [folder for folder in folders if hexadecimal(readings.file(f"{folder}/vendor")) == vendor]
+
+
 def amd_gpus(readings: Readings) -> list[AmdGpu]:
     """Every amdgpu card of /sys/class/drm, joined with its KFD node by PCI device id."""
     nodes = kfd_nodes(readings)
     found = []
-    for path in readings.matching("/sys/class/drm/card*/device/vendor"):
-        card = re.fullmatch(r"/sys/class/drm/(card[0-9]+)/device/vendor", path)
-        if card is None or hexadecimal(readings.file(path)) != AMD_VENDOR:
-            continue
-        folder = f"/sys/class/drm/{card.group(1)}/device"
+    for folder in pci_folders(readings, DRM_CARDS, AMD_VENDOR):
         device_id = hexadecimal(readings.file(f"{folder}/device")) or 0
         node = next((n for n in nodes if n.device_id == device_id), None)
         gfx = node.gfx if node else APU_DEVICES.get(device_id, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from localllm.device.parsers import integer
+from localllm.device.parsers import integer, key_values
 from localllm.device.parsers.sticks import Ram, Stick, ram_of
 from localllm.device.types import Readings
 
@@ -36,37 +36,19 @@ _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE"}
 
 def cpuinfo(text: str) -> CpuInfo:
     """/proc/cpuinfo: name from "model name", or ARM part numbers (the fastest kind listed last names the machine)."""
-    names: list[str] = []
-    processors = 0
-    physical: set[tuple[str, str]] = set()
-    package = core = implementer = ""
-    apple = False
-    for line in text.splitlines():
-        key, sep, value = line.partition(":")
-        key, value = key.strip(), value.strip()
-        if not sep:
-            continue
-        if key == "processor":
-            processors += 1
-        elif key == "model name" and value:
-            names.append(value)
-        elif key == "physical id":
-            package = value
-        elif key == "core id":
-            core = value
-            physical.add((package, core))
-        elif key == "CPU implementer":
-            implementer = value
-            apple = apple or value == "0x61"
-        elif key == "CPU part":
-            part = _ARM_PARTS.get((implementer, value.lower()))
-            if part:
-                names.append(part)
-    kinds = list(dict.fromkeys(names))
-    found = re.search(r"^flags\s*:(.*)", text, re.MULTILINE)
-    flags = found[1].split() if found else []
-    vectors = next((name for flag, name in _VECTORS.items() if flag in flags), "")
-    return CpuInfo(" + ".join(kinds[:3]), len(physical) or processors, "hypervisor" in flags, apple, vectors)
+    processors = [key_values(block) for block in re.split(r"\n\s*\n", text)]
+    parts = [(p.get("CPU implementer", ""), p.get("CPU part", "").lower()) for p in processors]
+    named = [p.get("model name") or _ARM_PARTS.get(part, "") for p, part in zip(processors, parts, strict=True)]
+    kinds = list(dict.fromkeys(filter(None, named)))
+    physical = {(p.get("physical id"), p["core id"]) for p in processors if "core id" in p}
+    flags = next((p["flags"].split() for p in processors if "flags" in p), [])
+    return CpuInfo(
+        name=" + ".join(kinds[:3]),
+        cores=len(physical) or sum("processor" in p for p in processors),
+        hypervisor="hypervisor" in flags,
+        apple=any(implementer == "0x61" for implementer, _ in parts),
+        vectors=next((name for flag, name in _VECTORS.items() if flag in flags), ""),
+    )
 
 
 def udev_memory(text: str, channels: int = 0) -> Ram | None:
