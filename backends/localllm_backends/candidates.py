@@ -111,8 +111,12 @@ class FewChooser:
         self._at_one = self._temperature == 1.0
         self._filtered = (self._top_p < math.inf) | (self._min_p > 0)
         # Those that the weight of all tokens is told of.
-        self._told = np.array([[unlimited(s) and not _changes(s)] for s in specs])
-        self._cold, self._filters, self._tells = bool(self._at_one.all()), self._filtered.any(), self._told.any()
+        self._weighed = np.array([[unlimited(s) and not _changes(s)] for s in specs])
+        self._all_at_one, self._filters, self._any_weighed = (
+            bool(self._at_one.all()),
+            self._filtered.any(),
+            self._weighed.any(),
+        )
 
     def of(self, top: TopRows) -> list[int | None]:
         """For each chunk the token behind it, by the `top` of the rows of those chosen for; None where that is left open."""
@@ -150,9 +154,9 @@ class FewChooser:
         # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
         ranked = np.sort(logits, axis=1)[:, ::-1]
         totals = None
-        if self._tells:
+        if self._any_weighed:
             # What they all weigh together says what the first of them are worth.
-            totals = np.where(self._told, 0.0 if top.totals is None else top.totals[:, None], 0.0)
+            totals = np.where(self._weighed, 0.0 if top.totals is None else top.totals[:, None], 0.0)
             top_k = np.where(totals[:, 0] > 0, k, top_k)
         last = np.minimum(np.maximum(top_k, 1), k) - 1
         width = int(last.max()) + 1
@@ -163,7 +167,7 @@ class FewChooser:
         far = ranked[:, :width].astype(np.float64)
         far = far - far[:, :1]
         weights = np.exp(far)
-        tempered = weights if self._cold else np.exp(far / self._temperature)
+        tempered = weights if self._all_at_one else np.exp(far / self._temperature)
         if last.min() < width - 1:
             limited = np.arange(width) <= last[:, None]
             weights, tempered = weights * limited, tempered * limited

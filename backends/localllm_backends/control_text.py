@@ -52,11 +52,15 @@ class ControlTexts:
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._texts = frozenset(filter(None, texts))
         self._lengths = sorted({len(t) for t in self._texts}, reverse=True)
-        heads = "|".join(re.escape(head) for head in sorted({t[:2] for t in self._texts}))
+        heads = "|".join(map(re.escape, sorted({t[:2] for t in self._texts})))
         self._heads = re.compile(f"(?={heads})" if heads else r"(?!)")
         # What could become one together with the letters that a template writes beside it; one letter is in any text.
-        self._begun = frozenset(t[:n] for t in self._texts for n in range(2, len(t)))
-        self._ended = frozenset(t[n:] for t in self._texts for n in range(1, len(t) - 1))
+        begun: set[str] = set()
+        ended: set[str] = set()
+        for text in self._texts:
+            begun.update(text[:n] for n in range(2, len(text)))
+            ended.update(text[n:] for n in range(1, len(text) - 1))
+        self._begun, self._ended = begun, ended
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Where each spelling begins and ends, the longest at its place; they may overlap."""

@@ -64,11 +64,11 @@ class FollowingHeads(ABC, Generic[Row]):
         where they are not sure. Nothing of them stays in the heads' memory."""
 
     @abstractmethod
-    def _unknown(self) -> Row:
+    def _zero_row(self) -> Row:
         """The row before a position whose past was not seen (imported, or cut back to): zeros, as at the beginning."""
 
     @abstractmethod
-    def _own(self, row: Row) -> Row:
+    def _detached(self, row: Row) -> Row:
         """That row, no longer part of its step's whole block."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class FollowingHeads(ABC, Generic[Row]):
         """The empty `target` begins with what the heads' memory holds of the first `n_tokens` of `source`."""
 
     def open(self, sequence: SequenceId) -> None:
-        self._lines[sequence] = HeadsLine(0, [self._unknown()])
+        self._lines[sequence] = HeadsLine(0, [self._zero_row()])
 
     def close(self, sequence: SequenceId) -> None:
         self._restart(sequence, 0)
@@ -103,7 +103,7 @@ class FollowingHeads(ABC, Generic[Row]):
                 # Its tokens are none that heads could read: they begin anew behind it.
                 end = line.read + len(line.unread) + len(chunk.tokens)
                 self._restart(chunk.sequence, end)
-                self._lines[chunk.sequence] = HeadsLine(end, [self._own(known[-1])])
+                self._lines[chunk.sequence] = HeadsLine(end, [self._detached(known[-1])])
                 continue
             line.unread.extend(chunk.tokens)
             line.rows.extend(known)
@@ -118,7 +118,7 @@ class FollowingHeads(ABC, Generic[Row]):
             del line.unread[keep:], line.rows[keep + 1 :]
         else:
             self._cut(sequence, n_tokens)
-            self._lines[sequence] = HeadsLine(n_tokens, [self._unknown()])
+            self._lines[sequence] = HeadsLine(n_tokens, [self._zero_row()])
 
     def fork(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """`target` (open, empty) begins with the first `n_tokens` of `source`."""
@@ -130,15 +130,14 @@ class FollowingHeads(ABC, Generic[Row]):
         if keep >= 0:
             self._lines[target] = HeadsLine(held, line.rows[: keep + 1], line.unread[:keep])
         else:
-            self._lines[target] = HeadsLine(held, [self._unknown()])
+            self._lines[target] = HeadsLine(held, [self._zero_row()])
 
     def catch_up(self, sequences: Sequence[SequenceId]) -> None:
         """Read everything unread of `sequences`, in as few sweeps as the batch allows."""
-        waiting = [
-            (s, i)
-            for s in sequences
-            for i in range(max(0, self.first - self._lines[s].read), len(self._lines[s].unread))
-        ]
+        waiting: list[tuple[SequenceId, int]] = []
+        for s in sequences:
+            line = self._lines[s]
+            waiting += [(s, i) for i in range(max(0, self.first - line.read), len(line.unread))]
         lost: set[SequenceId] = set()
         for begin in range(0, len(waiting), self._n_batch):
             places = waiting[begin : begin + self._n_batch]
@@ -147,7 +146,7 @@ class FollowingHeads(ABC, Generic[Row]):
         for sequence in sequences:
             line = self._lines[sequence]
             line.read += len(line.unread)
-            line.unread, line.rows = [], [self._own(line.rows[-1])]
+            line.unread, line.rows = [], [self._detached(line.rows[-1])]
             if sequence in lost:
                 # What is left of it has no past then: it begins anew behind that.
                 self._restart(sequence, line.read)
@@ -165,7 +164,7 @@ class FollowingHeads(ABC, Generic[Row]):
             yield
         except BackendFailure:
             self._restart(sequence, n_tokens)
-        self._lines[sequence] = HeadsLine(n_tokens, [self._unknown()])
+        self._lines[sequence] = HeadsLine(n_tokens, [self._zero_row()])
 
 
 def with_heads(data: bytes, heads: bytes) -> bytes:

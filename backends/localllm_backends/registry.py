@@ -45,7 +45,8 @@ def named(name: str) -> BackendType | None:
 @cache
 def declarations() -> tuple[Declaration, ...]:
     """What each registered backend declares."""
-    return tuple(found.declaration for name in names() if (found := named(name)) is not None)
+    found = map(named, names())
+    return tuple(backend.declaration for backend in found if backend is not None)
 
 
 @cache

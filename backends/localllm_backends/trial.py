@@ -90,8 +90,9 @@ def turn(backend: Backend) -> dict[str, Any]:
 def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> dict[str, Any]:
     comparison = backend.compare_kv([(k, v) for k, v in pairs], backend.tokenize(text, special=False))
     try:
-        while (found := comparison.run()) is None:
-            pass
+        found = comparison.run()
+        while found is None:
+            found = comparison.run()
     finally:
         comparison.close()
     info = backend.info

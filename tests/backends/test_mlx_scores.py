@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.planner.attention_scores import mlx_scores_bytes
+from localllm.planner.attention_scores import scores_bytes
 from localllm.planner.types import RunSettings
 from localllm_backends.mlx import backend_type
 from localllm_catalog import catalog
@@ -54,7 +54,7 @@ def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     model = dataclasses.replace(model, layers=(full,) * LAYERS, n_heads=HEADS)
     assert full.head_dim_k == full.head_dim_v == WIDTH
     depths = [1024, 4096]
-    shallow, deep = (mlx_scores_bytes(model, RunSettings(n, n_batch=step), ()) for n in depths)
+    shallow, deep = (scores_bytes(model, RunSettings(n, n_batch=step), ()) for n in depths)
     # While caches grow, one and the same step holds each layer's old keys and values beside the new ones.
     grown = LAYERS * 2 * WIDTH * 2 * (depths[1] - depths[0])
     for _ in range(3):

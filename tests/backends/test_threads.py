@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from localllm_backends.llamacpp.threads import cpu_quota, give_way, usable_cores
+from localllm_backends.llamacpp.threads import cpu_quota, lower_priority, usable_cores
 
 
 def system(root: Path, files: dict[str, str]) -> Path:
@@ -99,7 +99,7 @@ def test_a_thread_gives_way_alone_and_never_so_far_that_it_would_starve(
         return os.sched_getscheduler(me), os.getpriority(os.PRIO_PROCESS, me)
 
     def one() -> None:
-        give_way()
+        lower_priority()
         seen.append(here())
 
     before = here()

@@ -193,13 +193,13 @@ def test_a_cost_at_depth_is_carried_on_to_what_people_fill() -> None:
     near, deep = Timing(0.0120, 0.0120, 128), Timing(0.0132, 0.0124, 4096)
     assert not near.slow
     assert not deep.slow
-    assert deep.carried_on(near, 52_000).slow
-    assert not deep.carried_on(near, 8192).slow
+    assert deep.extrapolated(near, 52_000).slow
+    assert not deep.extrapolated(near, 8192).slow
 
 
 def test_a_type_that_is_quicker_at_depth_stays_quicker() -> None:
     near, deep = Timing(0.0120, 0.0120, 128), Timing(0.0121, 0.0124, 4096)
-    there = deep.carried_on(near, 65_536)
+    there = deep.extrapolated(near, 65_536)
     assert there.wanted_s < there.f16_s
     assert there.depth == 65_536
 

@@ -79,7 +79,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if self._states is not None and not self._states.split(warm):
             self._states = None
         self.drop(warm)
-        self._mapped = huge_weights.of(path, spec)
+        self._mapped = huge_weights.weights_of(path, spec)
         self.capabilities = self._capabilities(plain, n_batch, on_device=spec.n_gpu_layers != 0 and has_gpu())
         if self.capabilities.asynchronous and plain:
             self.sort_where_computed()
@@ -234,7 +234,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         few = self._top.prepare(chunks)
         decode = partial(self._interrupts.decode, batch.native, can_end=self._can_undo(chunks))
         code = self._slices.beside(decode) if self._slices is not None else decode()
-        if code == 1 and self._part_windows(chunks):
+        if code == 1 and self._separate_windows(chunks):
             code = self._interrupts.decode(batch.native)
         if code:
             self._undo(chunks)
@@ -261,13 +261,13 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """The position of the next token of a sequence that ends in no unfinished image."""
         return self._positions.at(sequence, self._ledger.length(sequence))
 
-    def _part_windows(self, chunks: Sequence[Chunk] = ()) -> bool:
+    def _separate_windows(self, chunks: Sequence[Chunk] = ()) -> bool:
         """Make room in a sliding window's memory that forks fill, in the middle of a step of `chunks`; False if there is
         none to be made."""
         if not self._shares_windows or self._states is None or self._recurrent:
             return False
         self._undo(chunks)
-        self._states.part(self._ledger.sequences)
+        self._states.separate_windows(self._ledger.sequences)
         self._shares_windows = False
         return True
 
@@ -371,7 +371,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         try:
             self._state_part.load(sequence, data, n_tokens, last)
         except BackendFailure:
-            if not self._part_windows():
+            if not self._separate_windows():
                 raise
             self._state_part.load(sequence, data, n_tokens, last)
         # Recurrent layers have it by now, and refuse to be cut before.

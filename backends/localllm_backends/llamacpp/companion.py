@@ -24,6 +24,7 @@ from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import BufferSizes
 from localllm_backends.llamacpp.weights import check_file, load_model
+from localllm_backends.reasons import first_reason
 
 _ASSISTANT = "gemma4-assistant"
 KINDS = ("eagle3", "dflash", _ASSISTANT)
@@ -55,21 +56,7 @@ _BATCH = 128
 _MROPE = 8  # llama.h: enum llama_rope_type
 
 
-class _OwnModel(DraftHeads):
-    """Heads that are a model of their own, which goes with them."""
-
-    _drafter: Any
-
-    @property
-    def weights_bytes(self) -> int:
-        return int(self._llama.llama_model_size(self._drafter))
-
-    def free(self) -> None:
-        super().free()
-        self._llama.llama_model_free(self._drafter)
-
-
-class Eagle3Heads(_OwnModel, MtpHeads):
+class Eagle3Heads(MtpHeads):
     """One layer that guesses on from its own hidden row, and first from the features of three of the model's layers, fused
     by an encoder. Its vocabulary may be a part of the model's: llama.cpp maps it back (d2t)."""
 
@@ -83,8 +70,8 @@ class Eagle3Heads(_OwnModel, MtpHeads):
         self._width = self._features.width
         self._encoder = Batch(llama, self._n_batch, width=self._width, tokens=False)
 
-    def _follow(self) -> None:
-        self._features.ask(self._functions)
+    def _keep_rows(self) -> None:
+        self._features.enable(self._functions)
 
     def _rows_of_step(self, n: int) -> Rows:
         return self._features.rows(n)
@@ -102,7 +89,7 @@ class Eagle3Heads(_OwnModel, MtpHeads):
         return fused
 
 
-class AssistantHeads(_OwnModel, MtpHeads):
+class AssistantHeads(MtpHeads):
     """Gemma 4's assistants: a few layers that attend to what the model's own last two layers keep, and keep nothing themselves.
     All they guess stands where the first guess does, as they were trained."""
 
@@ -115,7 +102,9 @@ class AssistantHeads(_OwnModel, MtpHeads):
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
         return True
 
-    def _lay(self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int) -> None:
+    def _add_draft_rows(
+        self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int
+    ) -> None:
         sequence, newest, _ = want
         self._batch.add_row([newest, *drafted][step], self._lines[sequence].read, sequence, rows[step], output=True)
 
@@ -123,10 +112,10 @@ class AssistantHeads(_OwnModel, MtpHeads):
         return b""
 
     def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int) -> None:
-        self._lines[sequence] = HeadsLine(stop, [self._unknown()])
+        self._lines[sequence] = HeadsLine(stop, [self._zero_row()])
 
 
-class DflashHeads(_OwnModel):
+class DflashHeads(DraftHeads):
     """A few layers that fill in a block of masked tokens in one pass, with the features of what the model has read as their
     KV. DSpark's Markov head is part of that pass; its confidences say where to stop. DFlash2 gives a few candidates for
     each place, with scores of what follows what (its selector)."""
@@ -141,7 +130,7 @@ class DflashHeads(_OwnModel):
         super().__init__(llama, target, context, self._features.width)
         self._drafter, self._block = drafter, block
         self._n_hidden = int(llama.llama_model_n_embd_out(drafter))
-        self._features.ask(self._functions)
+        self._features.enable(self._functions)
         dimensions = 4 if int(llama.llama_model_rope_type(drafter)) == _MROPE else 1
         self._inject = Batch(llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions)
         self._masked = Batch(llama, self._n_batch)
@@ -227,7 +216,7 @@ class _Features:
         self.width = self._n_embd * len(layers)
         self._functions: dict[str, Any] = {}
 
-    def ask(self, functions: dict[str, Any]) -> None:
+    def enable(self, functions: dict[str, Any]) -> None:
         """Have the model keep them."""
         self._functions = functions
         for layer in self._layers:
@@ -289,21 +278,23 @@ def open_drafter(llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max:
     try:
         kind = _check_headers(path, header, main)
         drafter, sizes = load_model(path, spec, None, drafter=True)
-        if kind == _ASSISTANT:
-            _check_vocabulary(llama, path, model, drafter)
-            context = new_context(drafter, spec, n_seq_max=n_seq_max, beside=target, n_batch=max(_BATCH, n_seq_max))
-            return AssistantHeads(llama, drafter, target, context), sizes
-        n_layers = int(functions["n_target_layers"](drafter))
-        layers = list(functions["target_layers"](drafter)[:n_layers])
-        _check_layers(llama, path, model, layers, kind, main.text("general.architecture"))
         _check_vocabulary(llama, path, model, drafter)
         block = _BlockLayout(llama, drafter, functions, header)
         if kind == "dflash" and (not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0):
             raise _refused(path, f"its block of {block.rows} tokens, or its mask token, can't be used")
-        rows = block.rows if kind == "dflash" else 0
+        layers = list(functions["target_layers"](drafter)[: int(functions["n_target_layers"](drafter))])
+        if kind != _ASSISTANT:
+            _check_layers(llama, path, model, layers, kind, main.text("general.architecture"))
         context = new_context(
-            drafter, spec, n_seq_max=n_seq_max, beside=target, n_batch=max(_BATCH, n_seq_max), draft_cells=rows
+            drafter,
+            spec,
+            n_seq_max=n_seq_max,
+            beside=target,
+            n_batch=max(_BATCH, n_seq_max),
+            draft_cells=block.rows if kind == "dflash" else 0,
         )
+        if kind == _ASSISTANT:
+            return AssistantHeads(llama, drafter, target, context), sizes
         if kind == "eagle3":
             return Eagle3Heads(llama, drafter, target, context, layers), sizes
         return DflashHeads(llama, drafter, target, context, layers, block), sizes
@@ -326,43 +317,58 @@ def _check_headers(path: Path, header: NativeHeader, main: NativeHeader) -> str:
     kind, architecture = header.text("general.architecture"), main.text("general.architecture")
     if kind not in KINDS:
         raise _refused(path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}")
-    if kind == _ASSISTANT:
-        _check_shared(path, header, main, architecture)
-        return kind
-    if architecture not in _GIVE_FEATURES:
-        raise _refused(path, f"llama.cpp does not give what the layers of {architecture!r} models make")
-    if header.number("dflash.hyper_connection.count"):
-        raise _refused(path, "DSpark drafters with DeepSeek-V4's own layers were never tried here")
-    width = main.number(f"{architecture}.embedding_length")
-    own = header.number(f"{kind}.embedding_length")
-    made_for = header.number("eagle3.target_hidden_size") if kind == "eagle3" else own
-    if made_for != width:
-        raise _refused(
-            path, f"it was trained for a model whose layers are {made_for:,} wide, and this one's are {width:,}"
-        )
-    if own != width and not (header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")):
-        raise _refused(path, f"it is {own:,} wide and would share the embeddings of a model that is {width:,} wide")
+    unfit = _assistant_unfit if kind == _ASSISTANT else _reader_unfit
+    reason = unfit(header, main, kind, architecture)
+    if reason:
+        raise _refused(path, reason)
     return kind
 
 
-def _check_shared(path: Path, header: NativeHeader, main: NativeHeader, architecture: str) -> None:
-    """LoadError where an assistant can't read what the last two layers of this model keep: llama.cpp does not look, and would read
-    beside it."""
-    if architecture != "gemma4":
-        raise _refused(path, f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model")
-    width, wanted = (
-        h.number(k) for h, k in ((main, "gemma4.embedding_length"), (header, f"{_ASSISTANT}.embedding_length_out"))
+def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
+    """Why a reader of features can't draft for the model."""
+    width, own = main.number(f"{architecture}.embedding_length"), header.number(f"{kind}.embedding_length")
+    made_for = header.number("eagle3.target_hidden_size") if kind == "eagle3" else own
+    has_embeddings = header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")
+    return first_reason(
+        [
+            (
+                architecture not in _GIVE_FEATURES,
+                f"llama.cpp does not give what the layers of {architecture!r} models make",
+            ),
+            (
+                header.number("dflash.hyper_connection.count"),
+                "DSpark drafters with DeepSeek-V4's own layers were never tried here",
+            ),
+            (
+                made_for != width,
+                f"it was trained for a model whose layers are {made_for:,} wide, and this one's are {width:,}",
+            ),
+            (
+                own != width and not has_embeddings,
+                f"it is {own:,} wide and would share the embeddings of a model that is {width:,} wide",
+            ),
+        ]
     )
-    if width != wanted:
-        raise _refused(path, f"it was made for a model {wanted:,} wide, and this one is {width:,} wide")
-    window = "attention.sliding_window"
+
+
+def _assistant_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
+    """Why an assistant can't read what the last two layers of this model keep: llama.cpp does not look, and would read
+    beside it."""
+    width, wanted = main.number("gemma4.embedding_length"), header.number(f"{kind}.embedding_length_out")
     last, kept = main.number("gemma4.block_count") - 1, _kept_by_layer(main, "gemma4")
-    read = _kept_by_layer(header, _ASSISTANT)
+    read = _kept_by_layer(header, kind)
     fits = len(kept) > last > 0 and read and all(one == kept[last - one[0]] for one in read)
-    if not fits or main.number(f"gemma4.{window}") != header.number(f"{_ASSISTANT}.{window}"):
-        raise _refused(
-            path, "its layers read keys of other sizes, or another window, than this model's last two layers have"
-        )
+    windows = main.number("gemma4.attention.sliding_window"), header.number(f"{kind}.attention.sliding_window")
+    return first_reason(
+        [
+            (architecture != "gemma4", f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model"),
+            (width != wanted, f"it was made for a model {wanted:,} wide, and this one is {width:,} wide"),
+            (
+                not fits or windows[0] != windows[1],
+                "its layers read keys of other sizes, or another window, than this model's last two layers have",
+            ),
+        ]
+    )
 
 
 def _kept_by_layer(header: NativeHeader, architecture: str) -> list[tuple[int, int, int]]:
@@ -394,5 +400,5 @@ def _check_vocabulary(llama: Any, path: Path, model: Any, drafter: Any) -> None:
         raise _refused(path, f"its vocabulary has {m:,} tokens and the model's {n:,}")
     text = llama.llama_vocab_get_text
     for i in range(n):
-        if (a := text(own, i)) != (b := text(its, i)):
-            raise _refused(path, f"its token {i} is {b!r} and the model's {a!r}")
+        if text(own, i) != text(its, i):
+            raise _refused(path, f"its token {i} is {text(its, i)!r} and the model's {text(own, i)!r}")

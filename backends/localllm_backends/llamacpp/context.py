@@ -31,12 +31,6 @@ class _Override(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 
-def host_buffer_type() -> int:
-    """The address of ggml's type of ordinary system memory."""
-    processor = ggml_function("ggml_backend_dev_by_type")(_CPU_DEVICE)
-    return int(ggml_function("ggml_backend_dev_buffer_type")(processor))
-
-
 def experts_pattern(n_layers: int) -> str:
     """The pattern of the routed experts of the first `n_layers` layers; of all for -1."""
     layers = r"\d+" if n_layers < 0 else "(" + "|".join(str(i) for i in range(n_layers)) + ")"
@@ -53,8 +47,10 @@ def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
     params.use_extra_bufts = placed.layout != "stored"
     kept: list[Any] = []
     if placed.experts_on_host:
+        processor = ggml_function("ggml_backend_dev_by_type")(_CPU_DEVICE)
+        system_memory = ggml_function("ggml_backend_dev_buffer_type")(processor)
         pattern = experts_pattern(placed.experts_on_host).encode()
-        kept.append((_Override * 2)(_Override(pattern, host_buffer_type()), _Override(None, None)))
+        kept.append((_Override * 2)(_Override(pattern, system_memory), _Override(None, None)))
         params.tensor_buft_overrides = ctypes.cast(kept[-1], ctypes.c_void_p)
     if placed.cards and spec.n_gpu_layers:
         chosen = [device.handle for device in accelerators(placed.cards)]
@@ -72,13 +68,7 @@ def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
         kept.clear()
 
 
-def place_context(params: Any, spec: LoadSpec) -> None:
-    """Where a context keeps its KV, and whether it may compute on devices what lies in system memory."""
-    params.offload_kqv = not spec.placement.kv_on_host
-    params.op_offload = spec.n_gpu_layers != 0
-
-
-def give_back(path: Path) -> int:
+def release_pages(path: Path) -> int:
     """Let go of the pages of `path` that are mapped into this process; the bytes that were mapped. Linux only.
 
     Weights that llama.cpp laid out anew or copied to a device stay resident a second time in the mapped file. What is
@@ -182,7 +172,9 @@ def new_context(
     params.kv_unified = True
     params.swa_full = False
     params.no_perf = True
-    place_context(params, spec)
+    params.offload_kqv = not spec.placement.kv_on_host
+    # May devices compute what lies in system memory?
+    params.op_offload = spec.n_gpu_layers != 0
     if at_node is not None:
         params.cb_eval = at_node
     log.mark()

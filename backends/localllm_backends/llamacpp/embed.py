@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class LlamaCppEmbedder(Embedder):
             # In one pass: what a query says of {document} is the query's text.
             filled = query.join(part.replace("{document}", document) for part in text.split("{query}"))
             runs = controls.runs(filled)
-            return [t for run in runs for t in self._words.tokenize(run, special=not isinstance(run, LiteralText))]
+            read = [self._words.tokenize(run, special=not isinstance(run, LiteralText)) for run in runs]
+            return list(chain.from_iterable(read))
         llama, vocab = self._llama, self._vocab
         sep = int(llama.llama_vocab_sep(vocab))
         eos = int(llama.llama_vocab_eos(vocab))

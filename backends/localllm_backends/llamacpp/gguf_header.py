@@ -67,7 +67,8 @@ class NativeHeader:
         at = self._find("key", key)
         arguments = ctypes.c_void_p(self._file), ctypes.c_int64(at)
         if at < 0 or self._call("gguf_get_kv_type", ctypes.c_int, *arguments) != _GGUF_ARRAY:
-            return [number] if (number := self.number(key)) else []
+            number = self.number(key)
+            return [number] if number else []
         kind: Any = _ARRAYS.get(self._call("gguf_get_arr_type", ctypes.c_int, *arguments))
         n = int(self._call("gguf_get_arr_n", ctypes.c_size_t, *arguments)) if kind is not None else 0
         data = self._call("gguf_get_arr_data", ctypes.c_void_p, *arguments) if n else None

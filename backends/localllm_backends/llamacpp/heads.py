@@ -48,6 +48,9 @@ def staging_functions(llama: Any) -> dict[str, Any] | None:
 class DraftHeads(FollowingHeads[Rows]):
     """A second context, and what it does to follow the model's."""
 
+    # The model that they are, where they are no part of another.
+    _drafter: Any = None
+
     def __init__(self, llama: Any, target: Any, context: Any, width: int) -> None:
         super().__init__(int(llama.llama_n_batch(context)))
         functions = staging_functions(llama)
@@ -62,7 +65,7 @@ class DraftHeads(FollowingHeads[Rows]):
     @property
     def weights_bytes(self) -> int:
         """Their weights, where they are no part of the model's."""
-        return 0
+        return 0 if self._drafter is None else int(self._llama.llama_model_size(self._drafter))
 
     @abstractmethod
     def _rows_of_step(self, n: int) -> Rows:
@@ -85,10 +88,10 @@ class DraftHeads(FollowingHeads[Rows]):
     def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         self._memory.copy(source, target, 0, n_tokens)
 
-    def _own(self, row: Rows) -> Rows:
+    def _detached(self, row: Rows) -> Rows:
         return row.copy()
 
-    def _unknown(self) -> Rows:
+    def _zero_row(self) -> Rows:
         return np.zeros(self._width, dtype=np.float32)
 
     # --- in and out ----------------------------------------------------------------------------------------------
@@ -106,6 +109,8 @@ class DraftHeads(FollowingHeads[Rows]):
 
     def free(self) -> None:
         self._llama.llama_free(self._context)
+        if self._drafter is not None:
+            self._llama.llama_model_free(self._drafter)
 
 
 def best(logits: Rows) -> tuple[int, float]:

@@ -25,7 +25,7 @@ _SYSTEM = Path("/")
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 4 * 2**20  # one to ten milliseconds, which is what a request may have to wait for
 _LOOK_BYTES = 256 * 2**20  # so many are looked through at once where nothing is to be moved
-_FIRST_REST_S = 60.0
+_FIRST_INTERVAL_S = 60.0
 _AMPLE = 2  # times what is mapped must be spare
 _MOSTLY = 0.9  # of a huge page's small ones are in use: less would make resident what nobody reads
 _PRESENT = 1 << 63  # Documentation/admin-guide/mm/pagemap.rst
@@ -50,7 +50,7 @@ def huge_page_bytes(root: Path = _SYSTEM) -> int:
         return 0
 
 
-def of(path: Path, spec: LoadSpec) -> HugeWeights:
+def weights_of(path: Path, spec: LoadSpec) -> HugeWeights:
     """Those of `path` as loaded by `spec`: none where a device may compute from the mapping itself, and none that are locked."""
     on_host = spec.n_gpu_layers == 0 or not has_gpu()
     return HugeWeights(path, None if on_host and spec.placement.weights != "locked" else 0)
@@ -63,7 +63,7 @@ class HugeWeights:
         self._page = huge_page_bytes() if page_bytes is None else page_bytes
         self._path, self._clock = path, clock
         self._round: Iterator[tuple[int, int]] | None = None
-        self._again_s, self._rest_s = 0.0, _FIRST_REST_S
+        self._again_s, self._interval_s = 0.0, _FIRST_INTERVAL_S
         self.moved_bytes = 0
 
     def move(self, spare_bytes: int | None) -> bool:
@@ -83,7 +83,7 @@ class HugeWeights:
             self.moved_bytes += n_bytes
         elif n_bytes or not address:
             self._round = None
-            self._again_s, self._rest_s = self._clock() + self._rest_s, 2 * self._rest_s
+            self._again_s, self._interval_s = self._clock() + self._interval_s, 2 * self._interval_s
             return False
         return True
 

@@ -158,21 +158,20 @@ class States:
         if self._memory.end(sequence) <= last:
             raise BackendFailure("llama.cpp refused this state: it ends elsewhere")
 
-    def part(self, sequences: Iterable[int]) -> None:
+    def separate_windows(self, sequences: Iterable[int]) -> None:
         """Give each of the `sequences` cells of its own for its window. llama.cpp uses a cell behind a window again only where
         a single sequence holds it: what forks hold together stays taken, and fills the memory of the window, which is
         made for as many windows as there are sequences."""
         written = [(s, self._memory.write(s, partial=True)) for s in sequences]
+        refused: list[tuple[int, bytes]] = []
+        for sequence, state in written:
+            try:
+                self._memory.read(sequence, state, partial=True)
+            except BackendFailure:
+                refused.append((sequence, state))
         # Reading a state lets go of the sequence's old one before there is room for it: the second time there is.
-        for sequence, state in [(s, state) for s, state in written if not self._accepts(s, state)]:
+        for sequence, state in refused:
             self._memory.read(sequence, state, partial=True)
-
-    def _accepts(self, sequence: int, state: bytes) -> bool:
-        try:
-            self._memory.read(sequence, state, partial=True)
-        except BackendFailure:
-            return False
-        return True
 
     def export_kv(self, sequence: int, start: int, stop: int, positions: tuple[int, int]) -> bytes:
         """Attention KV of the tokens [start, stop), whose `positions` begin and end so."""

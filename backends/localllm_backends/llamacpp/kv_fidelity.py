@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -36,13 +37,13 @@ class _Pair:
     worst: float = 0.0
     flips: int = 0
 
-    def see(self, exact: Rows, near: Rows) -> None:
+    def add(self, exact: Rows, near: Rows) -> None:
         divergence = (np.exp(exact) * (exact - near)).sum(axis=1)
         self.divergence += float(divergence.sum())
         self.worst = max(self.worst, float(divergence.max()))
         self.flips += int((exact.argmax(axis=1) != near.argmax(axis=1)).sum())
 
-    def said(self, n: int) -> KvFidelity:
+    def result(self, n: int) -> KvFidelity:
         return KvFidelity(self.k, self.v, n, max(0.0, self.divergence / n), self.worst, self.flips / n)
 
 
@@ -52,7 +53,7 @@ class KvTypeComparison(KvComparison):
     def __init__(
         self, llama: Any, model: Any, spec: LoadSpec, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
     ) -> None:
-        unknown = next((kind for pair in pairs for kind in pair if kind not in GGML_TYPES), None)
+        unknown = next((kind for kind in chain.from_iterable(pairs) if kind not in GGML_TYPES), None)
         if unknown is not None:
             raise BackendFailure(f"unknown KV cache type {unknown!r}: llama.cpp knows {', '.join(GGML_TYPES)}")
         self._llama, self._model, self._tokens, self._at = llama, model, list(tokens), 0
@@ -90,7 +91,7 @@ class KvTypeComparison(KvComparison):
             self._next = 0
         else:
             pair = self._pairs[self._next]
-            pair.see(self._rows, self._log_probabilities(pair.context, piece))
+            pair.add(self._rows, self._log_probabilities(pair.context, piece))
             self._next += 1
         if self._next < len(self._pairs):
             return None
@@ -98,7 +99,7 @@ class KvTypeComparison(KvComparison):
         self._at += len(piece)
         if self._at < len(self._tokens):
             return None
-        return tuple(pair.said(self._at) for pair in self._pairs)
+        return tuple(pair.result(self._at) for pair in self._pairs)
 
     def close(self) -> None:
         while self._pairs:

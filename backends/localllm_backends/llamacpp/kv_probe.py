@@ -60,7 +60,7 @@ class Timing:
         """True when the wanted pair is slower than noise explains."""
         return self.wanted_s > SLOWER_RATIO * self.f16_s
 
-    def carried_on(self, near: Timing, depth: int) -> Timing:
+    def extrapolated(self, near: Timing, depth: int) -> Timing:
         """What a token costs at `depth`, by the line through `near` and this: attention reads every token of context."""
         further = (depth - self.depth) / (self.depth - near.depth)
         return Timing(
@@ -140,24 +140,24 @@ def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
         plain = _Small(model, spec, ("f16", "f16"), most)
         try:
             slowest_s = max(wanted.read(_PROMPT_TOKENS), plain.read(_PROMPT_TOKENS))
-            near, _ = _in_turns(wanted, plain)
+            near, _ = _alternating(wanted, plain)
             more = min(most, int(_PROMPT_TOKENS * _PREFILL_S / slowest_s)) - wanted.depth
             if near.slow or more < _PROMPT_TOKENS:
                 return near
             wanted.read(more)
             plain.read(more)
-            deep, usual_f16_s = _in_turns(wanted, plain)
+            deep, usual_f16_s = _alternating(wanted, plain)
             # Within what f16 itself takes from token to token there is no difference to carry on.
             if deep.wanted_s <= usual_f16_s:
                 return deep
-            return deep.carried_on(near, max(deep.depth, min(served // 2, _LEVER * deep.depth)))
+            return deep.extrapolated(near, max(deep.depth, min(served // 2, _LEVER * deep.depth)))
         finally:
             plain.close()
     finally:
         wanted.close()
 
 
-def _in_turns(wanted: _Small, plain: _Small) -> tuple[Timing, float]:
+def _alternating(wanted: _Small, plain: _Small) -> tuple[Timing, float]:
     """The fastest token of each, and the median one of f16, in seconds."""
     times: tuple[list[float], list[float]] = ([], [])
     started = time.perf_counter()

@@ -84,8 +84,8 @@ def _with_own_heads(llama: Any, spec: LoadSpec, path: Path) -> tuple[LoadSpec, s
     """`spec` with what can draft, as far as files' headers say, and why the model's own heads can't. Raises LoadError."""
     if spec.mtp:
         check_file(path)
-    reason = mtp.why_not(llama, path) if spec.mtp else None
-    if reason is None:
+    reason = mtp.why_not(llama, path) if spec.mtp else ""
+    if not reason:
         return spec, ""
     left_out = f"{path.name!r} can't draft for itself: {reason}"
     if not spec.drafter_optional:

@@ -76,13 +76,10 @@ def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
     """
     start_native()
     processor = _Processor(n_threads)
-    known = {name: number for name, number in _TYPES.items() if name in types and _is_known(name, number)}
-    return {name: processor.rates(known[name]) for name in types if name in known}
-
-
-def _is_known(name: str, number: int) -> bool:
-    said = ggml_function("ggml_type_name")(number) or b""
-    return bool(said.decode(errors="replace").upper() == name)
+    name_of = ggml_function("ggml_type_name")
+    numbers = {name: _TYPES[name] for name in types if name in _TYPES}
+    known = [name for name, n in numbers.items() if (name_of(n) or b"").decode(errors="replace").upper() == name]
+    return {name: processor.rates(numbers[name]) for name in known}
 
 
 class _Processor:

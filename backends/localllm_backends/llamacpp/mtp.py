@@ -15,6 +15,7 @@ from localllm_backends.following import LEAST_PROBABILITY, LONGEST_DRAFT
 from localllm_backends.llamacpp.batch import Batch, Rows, floats
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
+from localllm_backends.reasons import first_reason
 
 # Architectures whose heads llama.cpp runs in a context of their own (src/models: DECODER_MTP graphs), and whether it
 # runs several (nextn_layer_offset); with any others it aborts the process. Heads that share the model's own KV (Gemma
@@ -26,8 +27,8 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
-def why_not(llama: Any, path: Path) -> str | None:
-    """None if the heads in this GGUF can draft here, else the reason. Reads headers only."""
+def why_not(llama: Any, path: Path) -> str:
+    """Why the heads in this GGUF can't draft here; "" if they can. Reads headers only."""
     if staging_functions(llama) is None:
         return "this build of llama.cpp does not export what drafting with a model's own heads needs"
     headers = [NativeHeader(p) for p in parts(path)]
@@ -35,18 +36,29 @@ def why_not(llama: Any, path: Path) -> str | None:
         first = headers[0]
         architecture = first.text("general.architecture")
         n_heads = first.number(f"{architecture}.nextn_predict_layers")
-        if not n_heads:
-            return "its header names no draft heads (nextn_predict_layers)"
-        if architecture not in _ARCHITECTURES:
-            return f"llama.cpp can't run the draft heads of {architecture!r} models beside the model"
-        if n_heads > 1 and not _ARCHITECTURES[architecture]:
-            return f"llama.cpp runs one draft head of {architecture!r} models, and this file has {n_heads}"
-        if architecture == "deepseek2" and not first.number("deepseek2.attention.key_length_mla"):
-            return "llama.cpp runs the draft head of 'deepseek2' models only with MLA attention"
         head = f"blk.{first.number(f'{architecture}.block_count') - n_heads}.nextn.eh_proj.weight"
-        if not any(h.has_tensor(head) for h in headers):
-            return "its header names draft heads, but their weights are not in it"
-        return None
+        is_v2 = architecture == "deepseek2"
+        return first_reason(
+            [
+                (not n_heads, "its header names no draft heads (nextn_predict_layers)"),
+                (
+                    architecture not in _ARCHITECTURES,
+                    f"llama.cpp can't run the draft heads of {architecture!r} models beside the model",
+                ),
+                (
+                    n_heads > 1 and not _ARCHITECTURES.get(architecture),
+                    f"llama.cpp runs one draft head of {architecture!r} models, and this file has {n_heads}",
+                ),
+                (
+                    is_v2 and not first.number("deepseek2.attention.key_length_mla"),
+                    "llama.cpp runs the draft head of 'deepseek2' models only with MLA attention",
+                ),
+                (
+                    not any(h.has_tensor(head) for h in headers),
+                    "its header names draft heads, but their weights are not in it",
+                ),
+            ]
+        )
     finally:
         for header in headers:
             header.close()
@@ -64,9 +76,9 @@ class MtpHeads(DraftHeads):
         self._n_hidden = int(llama.llama_model_n_embd_out(model))
         self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
         self._functions["set_rows"](context, True, True)
-        self._follow()
+        self._keep_rows()
 
-    def _follow(self) -> None:
+    def _keep_rows(self) -> None:
         """Have the model keep every hidden row of its steps."""
         self._functions["set_rows"](self._target, True, False)
 
@@ -124,7 +136,7 @@ class MtpHeads(DraftHeads):
         while active and step < self.longest:
             self._batch.clear()
             for i in active:
-                self._lay(wanted[i], drafts[i], rows[i], step)
+                self._add_draft_rows(wanted[i], drafts[i], rows[i], step)
             if not self.decode(step if self._n_heads > 1 else 0):
                 break
             # All rows are outputs: whether a model's graph gives the hidden rows of all or of outputs, they are these.
@@ -145,7 +157,9 @@ class MtpHeads(DraftHeads):
         self.forget_drafts([sequence for sequence, _, _ in wanted])
         return drafts
 
-    def _lay(self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int) -> None:
+    def _add_draft_rows(
+        self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int
+    ) -> None:
         """Put a sequence's next drafting rows into the batch. A single head goes on from its last guess; of several,
         each reads everything since the model's last token again, as it alone can write its layer's KV."""
         sequence, newest, _ = want

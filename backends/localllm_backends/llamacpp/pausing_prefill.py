@@ -20,7 +20,7 @@ from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.native import BufferSizes, log
-from localllm_backends.llamacpp.threads import give_way, release_helpers
+from localllm_backends.llamacpp.threads import lower_priority, release_helpers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,15 +47,15 @@ class PausingPrefill(PrefillSlices):
         self._llama, self._backend, self._sequence = llama, backend, sequence
         self._tokens = list(tokens)
         self._prefix = backend.length(sequence)
-        self._carried = self._read = self._joined = 0
+        self._copied = self._read = self._joined = 0
         self._largest = MICRO_BATCH
         self._timer = PauseTimer()
         self._failure: BackendFailure | None = None
-        self._leaving = False
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._stopping = False
+        self._continue, self._paused_or_done = threading.Semaphore(0), threading.Semaphore(0)
         # Paused between two nodes, so that it can do something else; and what that is.
-        self.paused = self._over = False
-        self._errand: Callable[[], int] | None = None
+        self.paused = self._finished = False
+        self._other_work: Callable[[], int] | None = None
         self._answer: int | Exception = 0
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
         self._abort = llama.ggml_abort_callback(lambda _user_data: True)
@@ -75,15 +75,15 @@ class PausingPrefill(PrefillSlices):
         # on beside the step.
         if not self._made.wait(seconds):
             return 0
-        while self._failure is None and self._carried < self._prefix:
-            self._carry()
+        while self._failure is None and self._copied < self._prefix:
+            self._copy_prefix()
             if time.perf_counter() >= until:
                 return 0
         if self._failure is None and self._read < len(self._tokens):
             self._timer.until = until
             self._timer.longest_wanted_s = seconds
-            self._go.release()
-            self._stopped.acquire()
+            self._continue.release()
+            self._paused_or_done.acquire()
             self._pause()
         if self._failure is not None:
             raise self._failure
@@ -93,16 +93,16 @@ class PausingPrefill(PrefillSlices):
         """`step()`, computed by the thread of the prompt where that is paused, so that only one thread has helpers."""
         if not self.paused:
             return step()
-        self._errand = step
-        self._go.release()
-        self._stopped.acquire()
+        self._other_work = step
+        self._continue.release()
+        self._paused_or_done.acquire()
         answer = self._answer
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def _pause(self) -> None:
-        before, self.paused = self.paused, not self._over
+        before, self.paused = self.paused, not self._finished
         if self.paused and not before:
             release_helpers(self._llama.llama_n_threads(self._context))
 
@@ -121,12 +121,12 @@ class PausingPrefill(PrefillSlices):
     def stop(self) -> int:
         """End the micro-batch that is being computed, in its middle; returns how many tokens those before it have. May be
         called at any time, `run` not any more."""
-        self._leaving, self.paused = True, False
+        self._stopping, self.paused = True, False
         if self._context is not None:
             # Ends the whole computation. The answer False of a node would end only what one device computes at a time, and
             # the next one would go on from what was never computed: expert numbers out of range abort the process.
             self._llama.llama_set_abort_callback(self._context, self._abort, None)
-        self._go.release()
+        self._continue.release()
         self._thread.join()
         return self._read
 
@@ -135,20 +135,20 @@ class PausingPrefill(PrefillSlices):
         if self._context is not None:
             self._llama.llama_free(self._context)
 
-    def _carry(self) -> None:
+    def _copy_prefix(self) -> None:
         """Copy one piece of what the sequence holds already."""
-        start, stop = self._carried, min(self._prefix, self._carried + _PIECE_TOKENS)
+        start, stop = self._copied, min(self._prefix, self._copied + _PIECE_TOKENS)
         data = self._backend.export_range(self._sequence, start, stop)
         raw = memoryview(data)[kv_blocks.HEADER.size :]
         self.memory.append(_LINE, raw, start, stop, _SPARE, range(stop, stop + 1))
-        self._carried = stop
+        self._copied = stop
 
     # --- the thread that computes ------------------------------------------------------------------------------------
 
     def _make(self, model: Any, cells: LoadSpec) -> None:
         """On a thread of its own that gives way to those of a step: a step beside it took up to 165 ms instead of 6, waiting at
         each of its barriers for the processor that clears the memory."""
-        give_way()
+        lower_priority()
         try:
             self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
             self.memory = kv_blocks.SequenceMemory(self._llama, self._context)
@@ -158,26 +158,26 @@ class PausingPrefill(PrefillSlices):
 
     def _work(self) -> None:
         self._made.wait()
-        self._go.acquire()
+        self._continue.acquire()
         try:
             if self._failure is None:
                 self._compute()
         except Exception as e:
             self._failure = _as_failure(e)
         # Whatever happened: the owner waits for this.
-        self._over = True
-        self._stopped.release()
+        self._finished = True
+        self._paused_or_done.release()
 
     def _compute(self) -> None:
         batch = Batch(self._llama, MICRO_BATCH)
         size = _FIRST_BATCH
-        while self._read < len(self._tokens) and not self._leaving:
+        while self._read < len(self._tokens) and not self._stopping:
             tokens = self._tokens[self._read : self._read + size]
             batch.clear()
             batch.add(_LINE, self._prefix + self._read, tokens, 0)
             self._timer.begin(len(tokens))
             code = self._llama.llama_decode(self._context, batch.native)
-            if code and self._leaving:
+            if code and self._stopping:
                 # Ended in its middle: llama.cpp takes all of its cells back. One that came to its end all the same counts.
                 break
             if code:
@@ -192,23 +192,23 @@ class PausingPrefill(PrefillSlices):
         """llama.cpp asks before each node whether to stop after it, and tells when it has."""
         if ask:
             return self._timer.stops_here()
-        if not self._leaving and self._timer.time_is_up():
-            self._stopped.release()
+        if not self._stopping and self._timer.time_is_up():
+            self._paused_or_done.release()
             self._wait()
             self._timer.resume()
         return True
 
     def _wait(self) -> None:
         """Until the owner says to go on; what it wants computed meanwhile is computed here."""
-        self._go.acquire()
-        while self._errand is not None:
-            errand, self._errand = self._errand, None
+        self._continue.acquire()
+        while self._other_work is not None:
+            work, self._other_work = self._other_work, None
             try:
-                self._answer = errand()
+                self._answer = work()
             except Exception as e:
                 self._answer = e
-            self._stopped.release()
-            self._go.acquire()
+            self._paused_or_done.release()
+            self._continue.acquire()
 
 
 class PauseTimer:

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def library_path() -> Path | None:
     folders = [Path(os.environ[name]) for name in ("LLAMA_CPP_LIB_PATH",) if os.environ.get(name)]
     if own is not None and own.origin is not None:
         folders.append(Path(own.origin).parent / "lib")
-    return next((folder / name for folder in folders for name in _NAMES if (folder / name).exists()), None)
+    return next((path for path in starmap(Path, product(folders, _NAMES)) if path.exists()), None)
 
 
 def _library() -> Any:

@@ -44,7 +44,7 @@ def _allowed() -> set[int] | None:
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Let this thread have what other threads of the same processors leave, from now on: Linux counts that by thread, and only
     its administrator may take it back. Elsewhere nothing is changed."""
     if sys.platform != "linux":

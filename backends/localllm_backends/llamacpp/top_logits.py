@@ -79,7 +79,7 @@ class TopLogits:
     def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
         self._llama, self._context, self._n_vocab = llama, context, n_vocab
         self._chains: dict[SequenceId, _Chain] = {}
-        self._whole: dict[SequenceId, int] = {}
+        self._whole_at: dict[SequenceId, int] = {}
         self._steps = 0
         self.able = False
 
@@ -91,7 +91,7 @@ class TopLogits:
         outputs = [c for c in chunks if c.outputs]
         for chunk in outputs:
             if not (chunk.few and may_decide(chunk.sample, KEPT)):
-                self._whole[chunk.sequence] = self._steps
+                self._whole_at[chunk.sequence] = self._steps
         weighs = self._wanted(outputs)
         self._rebind(weighs, {c.sequence for c in outputs})
         return [i for i, c in enumerate(chunks) if c.sequence in weighs and c.sequence in self._chains]
@@ -100,7 +100,7 @@ class TopLogits:
         """Of which sequences rows are to be sorted out, and does what they draw hang on the weight of all tokens?"""
         weighs: dict[SequenceId, bool] = {}
         for chunk in outputs:
-            if self._steps - self._whole.get(chunk.sequence, -_PATIENCE) >= _PATIENCE:
+            if self._steps - self._whole_at.get(chunk.sequence, -_PATIENCE) >= _PATIENCE:
                 weighs[chunk.sequence] = chunk.sample is not None and unlimited(chunk.sample)
         fewest = _FEWEST_ON if self._chains else _FEWEST
         return weighs if self.able and (any(weighs.values()) or len(weighs) >= fewest) else {}

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,6 @@ def open_projector(llama: Any, model: Any, spec: LoadSpec) -> Projector:
         raise LoadError(f"{path.name!r} can't be loaded: {reason}")
     check_file(path)
     return Projector(llama, model, path, spec)
-
-
-@dataclass(frozen=True)
-class _Chunks:
-    """What mtmd made of a prompt; freed with its owner's `with`."""
-
-    mtmd: Any
-    native: Any = field(repr=False)
-
-    def __iter__(self) -> Iterator[Any]:
-        for i in range(self.mtmd.mtmd_input_chunks_size(self.native)):
-            yield self.mtmd.mtmd_input_chunks_get(self.native, i)
 
 
 class Projector:
@@ -161,17 +149,14 @@ class Projector:
             )
             return values.astype(np.float32, copy=True)
 
-    def _owners(self, chunks: _Chunks, pictures: list[ImagePixels]) -> Iterator[tuple[ImagePixels, int]]:
+    def _owners(self, chunks: list[Any], pictures: list[ImagePixels]) -> Iterator[tuple[ImagePixels, int]]:
         """For each image chunk in turn, its picture and its number among the chunks of that picture."""
-        ids = [self._mtmd.mtmd_input_chunk_get_id(c) for c in chunks if self._is_image(c)]
+        kind, key = self._mtmd.mtmd_input_chunk_get_type, self._mtmd.mtmd_input_chunk_get_id
+        ids = [key(chunk) for chunk in chunks if kind(chunk) == _IMAGE]
         part = 0
         for i, found in enumerate(ids):
             part = part + 1 if i and ids[i - 1] == found else 0
             yield pictures[int(found)], part
-
-    def _is_image(self, chunk: Any) -> bool:
-        kind = self._mtmd.mtmd_input_chunk_get_type(chunk)
-        return bool(kind == _IMAGE)
 
     def _run(self, chunk: Any, picture: ImagePixels, part: int) -> ImageRun:
         mtmd = self._mtmd
@@ -185,7 +170,7 @@ class Projector:
         return ImageRun(picture, part, key.digest(), n, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), grid)
 
     @contextmanager
-    def _chunks(self, parts: Sequence[str | ImagePixels], *, pixels: bool, add_bos: bool) -> Iterator[_Chunks]:
+    def _chunks(self, parts: Sequence[str | ImagePixels], *, pixels: bool, add_bos: bool) -> Iterator[list[Any]]:
         """The prompt as mtmd lays it out. Each bitmap's id is its number among the pictures."""
         mtmd = self._mtmd
         native = mtmd.mtmd_input_chunks_init()
@@ -211,7 +196,7 @@ class Projector:
             code = mtmd.mtmd_tokenize_from_parts(self._context, native, pointers, len(made), add_bos)
             if code:
                 raise BackendFailure(f"the image could not be read: {log.reason(f'code {code}')}")
-            yield _Chunks(mtmd, native)
+            yield [mtmd.mtmd_input_chunks_get(native, i) for i in range(mtmd.mtmd_input_chunks_size(native))]
         finally:
             mtmd.mtmd_input_chunks_free(native)
             for bitmap in bitmaps:
@@ -230,11 +215,9 @@ class LlamaCppVisionBackend(LlamaCppBackend):
     def tokenize_images(
         self, parts: Sequence[str | ImagePixels], *, add_bos: bool = False
     ) -> list[list[int] | ImageRun]:
-        cut = [
-            piece
-            for part in parts
-            for piece in (self.read_anyway.pieces(part) if isinstance(part, LiteralText) else [part])
-        ]
+        cut: list[str | ImagePixels] = []
+        for part in parts:
+            cut += self.read_anyway.pieces(part) if isinstance(part, LiteralText) else [part]
         return self._projector.tokenize_images(cut, add_bos=add_bos)
 
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:

@@ -9,25 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
+from localllm_backends.fingerprints import add_samples
 from localllm_backends.llamacpp import context
 from localllm_backends.llamacpp.native import BufferSizes, cause, log, start_native, token_piece
 
 
 def fingerprint(path: Path) -> str:
-    """Identity of a GGUF file: its size, its first and last MiB, and 64 KiB at 30 places between (hex, 32 digits).
-
-    Hashing 40 GB would take longer than loading it; a file that differs only elsewhere is another quantisation run
-    of the same weights with the same header, which no two published files share.
-    """
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as f:
-        digest.update(f.read(2**20))
-        for i in range(1, 31):
-            f.seek(size * i // 31)
-            digest.update(f.read(2**16))
-        f.seek(max(0, size - 2**20))
-        digest.update(f.read(2**20))
+    """Identity of a GGUF file (hex, 32 digits)."""
+    digest = hashlib.sha256()
+    add_samples(digest, path)
     return digest.hexdigest()[:32]
 
 
@@ -97,7 +87,7 @@ def load_model(
         )
     sizes = log.buffer_sizes()
     if spec.placement.weights != "locked" and any(not place.endswith("_Mapped") for place in sizes.places):
-        context.give_back(path)
+        context.release_pages(path)
     return model, sizes
 
 

@@ -12,6 +12,7 @@ Every buffer ("plane") is [rows, heads, slots, width]; plain memory has two plan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -70,29 +71,6 @@ class _Attention:
     def nbytes(self) -> int:
         return 0 if self.planes is None else sum(int(p.nbytes) for p in self.planes)
 
-    def empty(self) -> bool:
-        return self.planes is None
-
-    def is_trimmable(self) -> bool:
-        """Asked by mlx-lm's helpers; the backend itself asks `LineAttention.holds`."""
-        return self.window is None
-
-    @property
-    def keys(self) -> Any:
-        return self._half(0)
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        self._set_half(0, value)
-
-    @property
-    def values(self) -> Any:
-        return self._half(1)
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        self._set_half(1, value)
-
     def _half(self, which: int) -> Any:
         if self.planes is None:
             return None
@@ -106,6 +84,9 @@ class _Attention:
             self.planes[3 * which : 3 * which + 3] = value
         else:
             self.planes[which] = value
+
+    keys = property(lambda self: self._half(0), lambda self, value: self._set_half(0, value))
+    values = property(lambda self: self._half(1), lambda self, value: self._set_half(1, value))
 
     def _seen(self, first: int, last: int) -> tuple[Any, Any]:
         """Slots [first, last) as the (keys, values) that attention takes."""
@@ -141,7 +122,7 @@ class LineAttention(_Attention):
 
     @property
     def nbytes(self) -> int:
-        return sum(int(p.nbytes) for pieces in (self._planes or (), *self._tail) for p in pieces)
+        return sum(int(p.nbytes) for p in chain(self._planes or (), *self._tail))
 
     @property
     def planes(self) -> list[Any] | None:
@@ -218,9 +199,6 @@ class LineAttention(_Attention):
         """The first slot any of the last `n` of `used` tokens attends to."""
         return 0 if self.window is None else max(0, used - (self.window + n - 1))
 
-    def size(self) -> int:
-        return self.offset - self.start
-
     def holds(self, n_tokens: int) -> bool:
         """Can position `n_tokens` be computed next: is everything its attention sees still here?"""
         return self.window is None or self.start <= max(0, n_tokens - self.window + 1)
@@ -232,18 +210,6 @@ class LineAttention(_Attention):
         # `[...]` makes a second handle; assigning into one handle leaves the other with the old contents.
         other.planes = None if self.planes is None else [p[...] for p in self.planes]
         return other
-
-    def needed(self, first: int, last: int) -> int:
-        """The slot from which an export of tokens [first, last) must read, so that token `last` can be computed."""
-        if self.window is None:
-            return first
-        return max(0, last - self.start - (self.window - 1))
-
-    def read(self, first: int, last: int) -> list[Any]:
-        """Slots [first, last) of every plane, as arrays of their own."""
-        if self.planes is None:
-            return []
-        return [mx.contiguous(p[..., first:last, :]) for p in self.planes]
 
     def read_used(self) -> list[Any]:
         """The slots in use of every plane, as views."""
@@ -296,8 +262,8 @@ class BatchOffsets:
             if len(set(used)) == 1:
                 memo["index", n] = used[0]
             else:
-                slots = [[u + i for i in range(n)] for u in used]
-                memo["index", n] = mx.array(slots, dtype=mx.int32)[:, None, :, None]
+                slots = mx.array(used, dtype=mx.int32)[:, None] + mx.arange(n, dtype=mx.int32)
+                memo["index", n] = slots[:, None, :, None]
         return memo["index", n]
 
     def span(self, n: int) -> tuple[int, int]:

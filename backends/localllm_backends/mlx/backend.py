@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.following import with_heads, without_heads
-from localllm_backends.mlx import backend_type, blob, memory
+from localllm_backends.mlx import backend_type, memory
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
 from localllm_backends.mlx.kv_export import KvExport
 from localllm_backends.mlx.mtp import MlxHeads, MtpModule
-from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, Sizes
+from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, Sizes, Undo
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, MlxStepResult, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
 from localllm_backends.owned import OwnedBackend
@@ -150,7 +151,7 @@ class MlxBackend(OwnedBackend):
             raise CannotRewindError(f"this model's memory can't be split at {n_tokens} of {line.length} tokens")
         self._require_cells(n_tokens)
         target = self.new_sequence()
-        self.stepper.settle(line)
+        self.stepper.undo_ahead_of(line)
         line.fork_into(self._lines[target], n_tokens)
         if self._heads is not None:
             self._heads.fork(source, target, n_tokens)
@@ -161,19 +162,16 @@ class MlxBackend(OwnedBackend):
         line = self._line(sequence)
         if n_tokens >= line.length:
             return
-        if n_tokens < 0:
-            raise BackendFailure("a sequence can't be shorter than empty")
-        before = line.length
+        if not self.can_rewind(sequence, n_tokens):
+            raise CannotRewindError(f"this model's memory can't go back from {line.length} to {n_tokens} tokens")
         if n_tokens == 0:
-            self.stepper.settle(line)
+            self.stepper.undo_ahead_of(line)
             line.clear()
-        elif self._layout.recurrent:
-            self._rewind_state(line, n_tokens)
-        elif line.holds(n_tokens):
+        elif self._layout.recurrent and line.undo is not None:
+            self._rewind_state(line, line.undo, n_tokens)
+        else:
             line.length = n_tokens
             line.place(n_tokens)
-        else:
-            raise CannotRewindError(f"this model's memory can't go back from {before} to {n_tokens} tokens")
         line.predicted = None
         if self._heads is not None:
             self._heads.truncate(sequence, n_tokens)
@@ -186,15 +184,13 @@ class MlxBackend(OwnedBackend):
 
     def _can_undo(self, line: SequenceCache, n_tokens: int) -> bool:
         undo = line.undo
-        within = undo is not None and n_tokens >= undo.length and line.length - n_tokens <= self._n_rewind
-        return within and undo is not None and line.holds(undo.length)
+        if undo is None or n_tokens < undo.length or line.length - n_tokens > self._n_rewind:
+            return False
+        return line.holds(undo.length)
 
-    def _rewind_state(self, line: SequenceCache, n_tokens: int) -> None:
+    def _rewind_state(self, line: SequenceCache, undo: Undo, n_tokens: int) -> None:
         """Recurrent state can't be cut: go back to the state before the last chunk, and read again what stays."""
-        undo = line.undo
-        if undo is None or not self._can_undo(line, n_tokens):
-            raise CannotRewindError(f"this model's memory can't go back from {line.length} to {n_tokens} tokens")
-        self.stepper.settle(line)
+        self.stepper.undo_ahead_of(line)
         line.leave_batch()
         line.restore(undo.state)
         line.replay = undo.tokens[: n_tokens - undo.length]
@@ -205,7 +201,7 @@ class MlxBackend(OwnedBackend):
         self._check_owner()
         line = self._line(sequence)
         if self._layout.recurrent:
-            self.stepper.settle(line)
+            self.stepper.undo_ahead_of(line)
         line.clear()
         del self._lines[sequence]
         if self._heads is not None:
@@ -213,7 +209,7 @@ class MlxBackend(OwnedBackend):
         self.stepper.forget_dropped()
         # One line may stay for the next turn of a chat while nobody is served.
         if len(self._lines) <= 1:
-            self._bound.at_rest()
+            self._bound.trim()
 
     def length(self, sequence: SequenceId) -> int:
         return self._line(sequence).length
@@ -247,7 +243,7 @@ class MlxBackend(OwnedBackend):
         except BackendFailure:
             raise
         except Exception as e:
-            for line in self.stepper.lost(lines):
+            for line in self.stepper.touched_by_failure(lines):
                 line.broken = True
             kind = OutOfMemoryError if memory.out_of_memory(e) else StepError
             raise kind(f"MLX failed inside a step: {e}") from e
@@ -278,7 +274,7 @@ class MlxBackend(OwnedBackend):
     # --- KV in and out -------------------------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header (blob.py)."""
+        """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header (kv_export.py)."""
         self._check_owner()
         self._check_range(sequence, start, stop)
         line = self._intact_line(sequence)
@@ -296,12 +292,11 @@ class MlxBackend(OwnedBackend):
             self._heads.import_range(sequence, heads, start, stop)
 
     def state_bytes(self, sequence: SequenceId) -> int:
-        return blob.packed_bytes(self._exports.identity, self._exports.state(self._line(sequence)))
+        return self._exports.state_bytes(self._line(sequence))
 
     def export_state(self, sequence: SequenceId) -> bytes:
         self._check_owner()
-        line = self._intact_line(sequence)
-        return blob.pack(self._exports.identity, self._exports.state(line))
+        return self._exports.export_state(self._intact_line(sequence))
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         self._check_owner()
@@ -318,8 +313,8 @@ class MlxBackend(OwnedBackend):
         state = self._exports.read_state(data, n_tokens)
         self._require_cells(n_tokens)
         target = self.new_sequence()
-        self.stepper.settle(line)
-        self.stepper.read_again(line)
+        self.stepper.undo_ahead_of(line)
+        self.stepper.recompute(line)
         line.fork_into(self._lines[target], n_tokens)
         self._exports.load_state(self._lines[target], state)
         if self._heads is not None:
@@ -343,7 +338,7 @@ class MlxBackend(OwnedBackend):
                     state += sum(int(a.nbytes) for a in leaf.cache if a is not None)
         for line in self._lines.values():
             if line.undo is not None:
-                state += sum(int(a.nbytes) for arrays in line.undo.state for a in arrays if a is not None)
+                state += sum(int(a.nbytes) for a in chain.from_iterable(line.undo.state) if a is not None)
         return MemoryReport(
             weights_bytes=self.info.weights_bytes,
             kv_bytes=kv,

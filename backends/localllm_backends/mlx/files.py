@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from localllm_backends.contract import LoadError
+from localllm_backends.fingerprints import add_samples
 
 
 def checkpoint_folder(path: str) -> Path:
@@ -34,22 +35,14 @@ def check_folder(path: str) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Identity of a checkpoint (hex, 32 digits): its config and tokenizer, and of every weight file the size, the
-    first and last MiB and 64 KiB at 30 places between; hashing 40 GB would take longer than loading it."""
+    """Identity of a checkpoint (hex, 32 digits): its config and tokenizer, and samples of every weight file."""
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     for path in weight_files(folder):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as f:
-            digest.update(f.read(2**20))
-            for i in range(1, 31):
-                f.seek(size * i // 31)
-                digest.update(f.read(2**16))
-            f.seek(max(0, size - 2**20))
-            digest.update(f.read(2**20))
+        digest.update(f"{path.name} ".encode())
+        add_samples(digest, path)
     return digest.hexdigest()[:32]
 
 

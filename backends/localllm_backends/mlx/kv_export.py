@@ -1,19 +1,140 @@
 """A sequence's memory as bytes, and back: KV of any of its tokens and, apart from that, the state behind its last one; or, where
-there is nothing but state or several machines hold it, everything at once."""
+there is nothing but state or several machines hold it, everything at once.
+
+The bytes are a header that says what they are, then the arrays one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from localllm_backends.contract import BackendFailure, CannotRewindError
-from localllm_backends.mlx import blob
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, arrays_of
 from localllm_backends.mlx.stepping import Stepper
+
+_HEAD = struct.Struct("<4sI")
+_MAGIC = b"LMX1"
+# NumPy has no bfloat16 and needs none: the bytes travel as unsigned integers of the same size.
+_CARRIER = {1: (np.uint8, "uint8"), 2: (np.uint16, "uint16"), 4: (np.uint32, "uint32"), 8: (np.uint64, "uint64")}
+
+
+@dataclass(frozen=True, slots=True)
+class BlobPart:
+    """One leaf of a sequence: its arrays, and the absolute position of their first token."""
+
+    position: int
+    arrays: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Tokens [start, stop) of a sequence."""
+
+    start: int
+    stop: int
+    parts: list[BlobPart]
+
+    def arrays(self) -> Iterator[Any]:
+        """All of them, part by part."""
+        return chain.from_iterable(part.arrays for part in self.parts)
+
+
+def _pack(identity: str, blob: Blob) -> bytes:
+    """The bytes of `blob`; `identity` names the model and how its memory is stored."""
+    bodies = [_carried(a) for a in blob.arrays()]
+    mx.eval(bodies)
+    header = _described(identity, blob)
+    return b"".join([_HEAD.pack(_MAGIC, len(header)), header, *(memoryview(b) for b in bodies)])
+
+
+def _packed_bytes(identity: str, blob: Blob) -> int:
+    """How many bytes `pack` gives, without computing them."""
+    return _HEAD.size + len(_described(identity, blob)) + sum(int(a.nbytes) for a in blob.arrays())
+
+
+def _described(identity: str, blob: Blob) -> bytes:
+    leaves = []
+    for part in blob.parts:
+        leaves.append([part.position, [[list(a.shape), _name(a)] for a in part.arrays]])
+    return json.dumps({"of": identity, "start": blob.start, "stop": blob.stop, "leaves": leaves}).encode()
+
+
+def _unpack(identity: str, data: bytes | memoryview) -> Blob:
+    """The blob in `data`; BackendFailure where it is not one of `identity`, whole and of the sizes it says."""
+    view = memoryview(data).cast("B")
+    header = _header(view)
+    if header.get("of") != identity:
+        raise BackendFailure("this KV block was written by another model or with another KV type")
+    try:
+        at = _HEAD.size + int(header["header_bytes"])
+        parts = []
+        for position, described in header["leaves"]:
+            arrays = []
+            for shape, name in described:
+                array, at = _array(view, at, [int(n) for n in shape], str(name))
+                arrays.append(array)
+            parts.append(BlobPart(int(position), arrays))
+        blob = Blob(int(header["start"]), int(header["stop"]), parts)
+    except (KeyError, TypeError, ValueError) as e:
+        raise BackendFailure(f"this KV block is damaged: {e}") from e
+    if at != len(view):
+        raise BackendFailure("this KV block is damaged: it has another length than it says")
+    return blob
+
+
+def _header(view: memoryview) -> dict[str, Any]:
+    if len(view) < _HEAD.size:
+        raise BackendFailure("this is not an exported KV block: too short")
+    magic, size = _HEAD.unpack_from(view, 0)
+    if magic != _MAGIC or _HEAD.size + size > len(view):
+        raise BackendFailure("this is not an exported KV block")
+    try:
+        header = json.loads(bytes(view[_HEAD.size : _HEAD.size + size]))
+    except ValueError as e:
+        raise BackendFailure(f"this KV block is damaged: {e}") from e
+    if not isinstance(header, dict):
+        raise BackendFailure("this KV block is damaged: its header is no object")
+    return {**header, "header_bytes": size}
+
+
+def _array(view: memoryview, at: int, shape: Sequence[int], name: str) -> tuple[Any, int]:
+    dtype = getattr(mx, name, None)
+    if not isinstance(dtype, mx.Dtype) or any(n < 0 for n in shape):
+        raise ValueError(f"unknown array {name} {list(shape)}")
+    carrier, _ = _CARRIER[dtype.size]
+    count = math.prod(shape)
+    if at + count * dtype.size > len(view):
+        raise ValueError("it is cut short")
+    body = np.frombuffer(view, dtype=carrier, count=count, offset=at).reshape(shape)
+    return mx.array(body).view(dtype), at + count * dtype.size
+
+
+def _name(array: Any) -> str:
+    return str(array.dtype).rpartition(".")[2]
+
+
+def _carried(array: Any) -> Any:
+    return mx.contiguous(array).view(getattr(mx, _CARRIER[array.dtype.size][1]))
+
+
+def _same_arrays(one: Sequence[Any], other: Sequence[Any], *, axis: int | None) -> bool:
+    """Equal types and shapes; the length along `axis` may differ."""
+
+    def shape(a: Any) -> tuple[int, ...]:
+        return tuple(0 if i == axis else int(n) for i, n in enumerate(a.shape))
+
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and shape(a) == shape(b) for a, b in zip(one, other, strict=True)
+    )
 
 
 @dataclass
@@ -32,21 +153,21 @@ class KvExport:
         self._state = [i for i in leaves if i not in self._kept]
 
     def export_range(self, line: SequenceCache, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop) behind a header (blob.py)."""
+        """KV of tokens [start, stop) behind a header."""
         if line.replay or not (self.layout.plain or self.apart):
-            self.stepper.settle(line)
-            self.stepper.read_again(line)
+            self.stepper.undo_ahead_of(line)
+            self.stepper.recompute(line)
         if self.layout.plain or self.apart:
-            parts = [blob.BlobPart(start, self._kv(line, i, start, stop)) for i in self._kept]
+            parts = [BlobPart(start, line.planes_of(i, start, stop)) for i in self._kept]
         elif (start, stop) != (0, line.length):
             raise CannotRewindError("this model's memory can only be exported whole")
         else:
             parts = self._states(line, range(len(self.shapes.leaves)))
-        return blob.pack(self.identity, blob.Blob(start, stop, parts))
+        return _pack(self.identity, Blob(start, stop, parts))
 
     def import_range(self, line: SequenceCache, data: bytes | memoryview, start: int, stop: int) -> None:
         """Append tokens [start, stop) of an exported block; BackendFailure, having appended nothing, on anything else."""
-        block = blob.unpack(self.identity, data)
+        block = _unpack(self.identity, data)
         if not block.start <= start < stop <= block.stop:
             raise BackendFailure("this is not an exported KV block of these tokens")
         pieces = self.layout.plain or self.apart
@@ -58,62 +179,58 @@ class KvExport:
             for i, part in zip(self._kept, block.parts, strict=True):
                 line.leaves[i].write([a[:, :, start - block.start : stop - block.start] for a in part.arrays], start)
             # Until their state comes.
-            for leaf in [x for i in self._state if isinstance(x := line.leaves[i], LineAttention)]:
-                leaf.planes, leaf.start, leaf.offset = None, stop, stop
+            for leaf in [line.leaves[i] for i in self._state]:
+                if isinstance(leaf, LineAttention):
+                    leaf.planes, leaf.start, leaf.offset = None, stop, stop
         else:
             self._fill(line, range(len(line.leaves)), block)
             # A line that can be cut comes in many blocks: its buffers are made when the last one is there.
             mx.eval(arrays_of(line.leaves))
         line.continue_at(stop)
 
-    def state(self, line: SequenceCache) -> blob.Blob:
+    def _state_of(self, line: SequenceCache) -> Blob:
         """Windows and recurrent state behind all tokens of `line`."""
-        self.stepper.read_again(line)
-        return blob.Blob(line.length, line.length, self._states(line, self._state))
+        self.stepper.recompute(line)
+        return Blob(line.length, line.length, self._states(line, self._state))
 
-    def load_state(self, line: SequenceCache, block: blob.Blob) -> None:
+    def state_bytes(self, line: SequenceCache) -> int:
+        return _packed_bytes(self.identity, self._state_of(line))
+
+    def export_state(self, line: SequenceCache) -> bytes:
+        return _pack(self.identity, self._state_of(line))
+
+    def load_state(self, line: SequenceCache, block: Blob) -> None:
         """Cut `line` to where the state in `block`, which `read_state` has found good, was taken, and give it that."""
-        self.stepper.settle(line)
+        self.stepper.undo_ahead_of(line)
         line.leave_batch()
         for i in self._kept:
             line.leaves[i].offset = block.stop
         self._fill(line, self._state, block)
         line.continue_at(block.stop)
 
-    def read_state(self, data: bytes | memoryview, n_tokens: int) -> blob.Blob:
+    def read_state(self, data: bytes | memoryview, n_tokens: int) -> Blob:
         """The state in `data`; BackendFailure where it is not one of this model behind `n_tokens`."""
-        block = blob.unpack(self.identity, data)
+        block = _unpack(self.identity, data)
         if (block.start, block.stop) != (n_tokens, n_tokens):
             raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
         self._check(block, self._state)
         return block
 
-    def _kv(self, line: SequenceCache, i: int, start: int, stop: int) -> list[Any]:
-        if line.batch is None:
-            return list(line.leaves[i].read(start, stop))
-        row = line.batch.row_of(line)
-        return [p[row : row + 1, :, start:stop, :] for p in line.batch.leaves[i].planes]
-
-    def _states(self, line: SequenceCache, which: Sequence[int]) -> list[blob.BlobPart]:
+    def _states(self, line: SequenceCache, which: Sequence[int]) -> list[BlobPart]:
         """What the leaves of those numbers hold at the end of `line`; of a window what the next token sees."""
-        row = None if line.batch is None else line.batch.row_of(line)
-        leaves = line.leaves if line.batch is None else line.batch.leaves
         recurrent = iter(self.stepper.recurrent_state(line))
         parts = []
         for i in which:
             if not self.shapes.slots[i]:
-                parts.append(blob.BlobPart(line.length, next(recurrent)))
+                parts.append(BlobPart(line.length, next(recurrent)))
                 continue
-            leaf, window = leaves[i], self.shapes.windows[i]
-            start = leaf.start if row is None else leaf.rows.starts[row]
-            first = 0 if window is None else max(0, line.length - start - (window - 1))
-            rows = slice(None) if row is None else slice(row, row + 1)
-            parts.append(
-                blob.BlobPart(start + first, [p[rows, :, first : line.length - start, :] for p in leaf.planes])
-            )
+            first, window = line.start_of(i), self.shapes.windows[i]
+            if window is not None:
+                first = max(first, line.length - (window - 1))
+            parts.append(BlobPart(first, line.planes_of(i, first, line.length)))
         return parts
 
-    def _fill(self, line: SequenceCache, which: Sequence[int], block: blob.Blob) -> None:
+    def _fill(self, line: SequenceCache, which: Sequence[int], block: Blob) -> None:
         for i, part in zip(which, block.parts, strict=True):
             leaf = line.leaves[i]
             if isinstance(leaf, LineAttention):
@@ -122,12 +239,12 @@ class KvExport:
             else:
                 leaf.cache = list(part.arrays)
 
-    def _check(self, block: blob.Blob, which: Sequence[int]) -> None:
+    def _check(self, block: Blob, which: Sequence[int]) -> None:
         """The block's arrays are such as this model makes for the leaves of those numbers."""
         fits = len(block.parts) == len(which)
         for part, i in zip(block.parts, which, strict=False):
             slots = self.shapes.slots[i]
-            fits = fits and blob.same_arrays(part.arrays, self.shapes.leaves[i], axis=2 if slots else None)
+            fits = fits and _same_arrays(part.arrays, self.shapes.leaves[i], axis=2 if slots else None)
             tokens = {int(a.shape[2]) for a in part.arrays} if slots and fits else set()
             fits = fits and (not slots or (len(tokens) == 1 and part.position + next(iter(tokens)) == block.stop))
         if not fits:

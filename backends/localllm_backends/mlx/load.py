@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,7 +117,8 @@ def own_type(probe: Any) -> KvType:
 
 def group_size_for(widths: set[int]) -> int | None:
     """The quantisation group that divides every head's width; None if none does."""
-    return next((g for g in _GROUP_SIZES if widths and all(w % g == 0 for w in widths)), None)
+    common = math.gcd(*widths)
+    return next((g for g in _GROUP_SIZES if common and common % g == 0), None)
 
 
 def n_batch_for(spec: LoadSpec) -> int:

@@ -62,17 +62,19 @@ class MachineRing:
         """What MLX wants in a file, by the variable that names it; `ports`: one for each address of each machine."""
         if self.backend == "jaccl":
             return {"MLX_IBV_DEVICES": json.dumps([m.rdma for m in self.machines])}
-        numbers = iter(ports)
-        at = [[f"{address}:{next(numbers)}" for address in m.addresses] for m in self.machines]
+        numbers, at = iter(ports), []
+        for machine in self.machines:
+            at.append([f"{address}:{next(numbers)}" for address in machine.addresses])
         return {"MLX_HOSTFILE": json.dumps(at)}
 
     def variables(self, ports: Sequence[int]) -> dict[str, str]:
         """What MLX wants in the environment of every machine, its files and MLX_RANK aside."""
-        told = dict(e.partition("=")[::2] for e in self.environment)
+        found = dict(e.partition("=")[::2] for e in self.environment)
+        if self.kind == "jaccl-ring":
+            found["MLX_JACCL_RING"] = "1"
         if self.backend == "jaccl":
-            told |= {"MLX_JACCL_RING": "1"} if self.kind == "jaccl-ring" else {}
-            told["MLX_JACCL_COORDINATOR"] = f"{self.machines[0].addresses[0]}:{ports[0]}"
-        return told
+            found["MLX_JACCL_COORDINATOR"] = f"{self.machines[0].addresses[0]}:{ports[0]}"
+        return found
 
 
 def ring_of(named: Sequence[str]) -> MachineRing:
@@ -80,41 +82,40 @@ def ring_of(named: Sequence[str]) -> MachineRing:
     OtherMachineError where that can't be."""
     if len(named) == 1 and named[0].endswith(".json"):
         return _of_hostfile(Path(named[0]))
-    others = tuple(Machine("" if _is_here(n) else n, (_address_of(n),)) for n in named)
+    others = tuple(Machine("" if _is_local(n) else n, (_address_of(n),)) for n in named)
     return MachineRing((Machine("", (_own_address(others[0].addresses[0]),)), *others))
 
 
 def _of_hostfile(path: Path) -> MachineRing:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        told = said if isinstance(said, dict) else {"hosts": said}
-        machines = tuple(
-            Machine(
-                "" if i == 0 or _is_here(str(host["ssh"])) else _destination(str(host["ssh"])),
-                tuple(str(ipaddress.ip_address(ip)) for ip in host["ips"]),
-                tuple(host.get("rdma") or ()),
-            )
-            for i, host in enumerate(told["hosts"])
-        )
-        kind = str(told.get("backend") or "ring")
-        environment = tuple(str(e) for e in told.get("envs") or ())
+        read = json.loads(path.read_text(encoding="utf-8"))
+        given = read if isinstance(read, dict) else {"hosts": read}
+        machines = tuple(_machine_of(host, first=i == 0) for i, host in enumerate(given["hosts"]))
+        kind = str(given.get("backend") or "ring")
+        environment = tuple(str(e) for e in given.get("envs") or ())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise OtherMachineError(f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})", HINT) from e
+    lacks = ""
     if len(machines) < 2 or not all(m.addresses for m in machines):
-        raise OtherMachineError(
-            f"{path.name!r} must name at least two machines, this one first, each with its addresses",
-            HINT,
-        )
-    if kind not in ("ring", "jaccl", "jaccl-ring"):
-        raise OtherMachineError(f"{path.name!r} asks for {kind!r}: MLX's ring and JACCL are what is spoken here", HINT)
-    if kind != "ring" and any(len(m.rdma) != len(machines) for m in machines):
-        raise OtherMachineError(
-            f"{path.name!r} lacks RDMA devices: JACCL needs one from each machine to each other", HINT
-        )
+        lacks = "must name at least two machines, this one first, each with its addresses"
+    elif kind not in ("ring", "jaccl", "jaccl-ring"):
+        lacks = f"asks for {kind!r}: MLX's ring and JACCL are what is spoken here"
+    elif kind != "ring" and any(len(m.rdma) != len(machines) for m in machines):
+        lacks = "lacks RDMA devices: JACCL needs one from each machine to each other"
+    if lacks:
+        raise OtherMachineError(f"{path.name!r} {lacks}", HINT)
     return MachineRing(machines, kind, environment)
 
 
-def _is_here(destination: str) -> bool:
+def _machine_of(host: dict[str, Any], *, first: bool) -> Machine:
+    """A machine as a hostfile describes it; the first one is this one."""
+    destination = str(host.get("ssh", "")) if first else str(host["ssh"])
+    ssh = "" if first or _is_local(destination) else _destination(destination)
+    addresses = tuple(str(ipaddress.ip_address(ip)) for ip in host["ips"])
+    return Machine(ssh, addresses, tuple(host.get("rdma") or ()))
+
+
+def _is_local(destination: str) -> bool:
     return destination.rpartition("@")[2] in _LOCAL
 
 
@@ -128,22 +129,17 @@ def _destination(text: str) -> str:
 def _address_of(destination: str) -> str:
     """The address behind an SSH destination; names of ~/.ssh/config count."""
     host = _destination(destination).rpartition("@")[2]
-    if _is_here(host):
+    if _is_local(host):
         return "127.0.0.1"
-    if not _resolves(host):
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
         asked = subprocess.run(["ssh", "-G", destination], capture_output=True, text=True, check=False)
         host = next((x.split()[1] for x in asked.stdout.splitlines() if x.startswith("hostname ")), host)
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
     except OSError as e:
         raise OtherMachineError(f"{host!r} has no address ({e.strerror or e})", HINT) from e
-
-
-def _resolves(host: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(host, None))
-    except OSError:
-        return False
 
 
 def _own_address(other: str) -> str:
@@ -183,23 +179,23 @@ class Follower:
         assert self._process.stdout is not None
         self._into, self._out = self._process.stdin, self._process.stdout
 
-    def say(self, frame: Frame, body: bytes | memoryview = b"") -> None:
-        """Tell it `frame`. OtherMachineError where it has gone."""
+    def send(self, frame: Frame, body: bytes | memoryview = b"") -> None:
+        """OtherMachineError where it has gone."""
         try:
             write_frame(self._into, frame, body)
         except (OSError, ValueError) as e:
-            raise OtherMachineError(f"{self.machine.name} is gone ({self._ended()})", HINT) from e
+            raise OtherMachineError(f"{self.machine.name} is gone ({self._exit_reason()})", HINT) from e
 
-    def hear(self) -> tuple[Frame, bytes]:
-        """What it says next. OtherMachineError where it has gone, or says that it can't."""
-        heard = read_frame(self._out)
-        if heard is None:
-            raise OtherMachineError(f"{self.machine.name} does not answer ({self._ended()})", HINT)
-        if "failed" in heard[0]:
-            raise OtherMachineError(f"{self.machine.name}: {heard[0]['failed']}", HINT)
-        return heard
+    def receive(self) -> tuple[Frame, bytes]:
+        """Its next frame. OtherMachineError where it has gone, or says that it can't."""
+        received = read_frame(self._out)
+        if received is None:
+            raise OtherMachineError(f"{self.machine.name} does not answer ({self._exit_reason()})", HINT)
+        if "failed" in received[0]:
+            raise OtherMachineError(f"{self.machine.name}: {received[0]['failed']}", HINT)
+        return received
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """The end of its input is its order to end."""
         for stream in (self._into, self._out):
             try:
@@ -212,7 +208,7 @@ class Follower:
             self._process.kill()
             self._process.wait()
 
-    def when_gone(self, call: Callable[[str], None]) -> None:
+    def on_exit(self, call: Callable[[str], None]) -> None:
         """`call` with its name once its process has ended, in a thread of its own."""
 
         def wait() -> None:
@@ -221,7 +217,7 @@ class Follower:
 
         threading.Thread(target=wait, name=f"watch {self.machine.name}", daemon=True).start()
 
-    def _ended(self) -> str:
+    def _exit_reason(self) -> str:
         try:
             code = self._process.wait(2)
         except subprocess.TimeoutExpired:

@@ -75,7 +75,8 @@ class Wired:
             return
         # What loading freed would be wired as well.
         mx.clear_cache()
-        if limit := wired_bytes(mx.device_info(), mx.get_active_memory()):
+        limit = wired_bytes(mx.device_info(), mx.get_active_memory())
+        if limit:
             self._before = mx.set_wired_limit(limit)
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class BufferBound:
         self.low_bytes = min(_CACHE_LOW_BYTES, self.high_bytes // 2)
         self._before: int | None = mx.set_cache_limit(self.high_bytes)
 
-    def at_rest(self) -> None:
+    def trim(self) -> None:
         """Nothing is being served: give back what is over the low mark."""
         if mx.get_cache_memory() > self.low_bytes:
             mx.clear_cache()

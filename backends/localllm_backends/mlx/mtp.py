@@ -7,8 +7,9 @@ github.com/vllm-project/vllm/pull/47448; vLLM's qwen3_next_mtp and mimo_mtp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
     if kind not in _FAMILIES:
         raise LoadError(f"draft heads of {kind!r} models can't run on MLX here; those of {', '.join(_FAMILIES)} can")
     prefix = _FAMILIES[kind].prefix
-    names = [name for file in weight_files(folder) for name in mx.load(str(file)) if prefix[:-2] in name]
+    stored: Iterable[Any] = chain.from_iterable(mx.load(str(file)) for file in weight_files(folder))
+    names = [name for name in stored if prefix[:-2] in name]
     if not any(prefix in name for name in names):
         why = "mlx-lm leaves them out of what it converts"
         hint = f"use a checkpoint that has them (weights named {prefix}*), as its makers' own files do, or --draft auto"
@@ -217,7 +219,9 @@ class MlxHeads(FollowingHeads[HiddenRow]):
 
     def _call(self, lines: Sequence[SequenceCache], tokens: Sequence[list[int]], rows: Sequence[Any]) -> list[Any]:
         """The head over these tokens of each line: hidden rows [1, n, width], not computed yet."""
-        together = [k for k, t in enumerate(tokens) if _start(lines[k]) < lines[k].length and len(t) <= WHOLE_TOKENS]
+        together = [
+            k for k, t in enumerate(tokens) if lines[k].start_of(0) < lines[k].length and len(t) <= WHOLE_TOKENS
+        ]
         made: dict[int, Any] = {}
         if len(together) > 1:
             order, ids = self._batch.gather([lines[k] for k in together], [tokens[k] for k in together])
@@ -241,20 +245,20 @@ class MlxHeads(FollowingHeads[HiddenRow]):
             which.setdefault(sequence, []).append(i)
         known = {s: self._lines[s] for s in which}
         lines = [self._caches[s] for s in which]
+        tokens, rows = [], []
+        for s, at in which.items():
+            tokens.append([known[s].unread[i] for i in at])
+            rows.append(_stacked([known[s].rows[i] for i in at]))
         try:
-            self._call(
-                lines,
-                [[known[s].unread[i] for i in at] for s, at in which.items()],
-                [_stacked([known[s].rows[i] for i in at]) for s, at in which.items()],
-            )
-            mx.async_eval([a for line in lines for a in arrays_of((line.batch or line).leaves)])
+            self._call(lines, tokens, rows)
+            mx.async_eval([arrays_of((line.batch or line).leaves) for line in lines])
         except Exception:
             return False
         return True
 
     def _cut(self, sequence: SequenceId, n_tokens: int) -> None:
         line = self._caches[sequence]
-        if n_tokens <= _start(line):
+        if n_tokens <= line.start_of(0):
             self._restart(sequence, n_tokens)
         else:
             line.length = n_tokens
@@ -269,15 +273,15 @@ class MlxHeads(FollowingHeads[HiddenRow]):
 
     def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         line = self._caches[source]
-        if n_tokens <= _start(line):
+        if n_tokens <= line.start_of(0):
             self._restart(target, n_tokens)
         else:
             line.fork_into(self._caches[target], n_tokens)
 
-    def _unknown(self) -> HiddenRow:
+    def _zero_row(self) -> HiddenRow:
         return self._zeros, 0, 0
 
-    def _own(self, row: HiddenRow) -> HiddenRow:
+    def _detached(self, row: HiddenRow) -> HiddenRow:
         own = mx.contiguous(_stacked([row])[None])
         mx.async_eval(own)
         return own, 0, 0
@@ -286,7 +290,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
     def leaves(self) -> list[Any]:
         """What holds their KV."""
         alone = {id(line.buffers): line for line in self._caches.values() if line.batch is None}
-        return [leaf for line in alone.values() for leaf in line.leaves] + self._batch.leaves
+        return [*chain.from_iterable(line.leaves for line in alone.values()), *self._batch.leaves]
 
     # --- in and out ----------------------------------------------------------------------------------------------
 
@@ -294,7 +298,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         """The heads' KV of tokens [start, stop); nothing where they have not read all of them."""
         self.catch_up([sequence])
         line = self._caches[sequence]
-        return b"" if _start(line) > start else self._exports.export_range(line, start, stop)
+        return b"" if line.start_of(0) > start else self._exports.export_range(line, start, stop)
 
     def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int) -> None:
         """Append tokens [start, stop) of what `export_range` gave."""
@@ -314,12 +318,6 @@ def shapes(module: MtpModule) -> Shapes:
     module(mx.zeros((1, 2), dtype=mx.int32), mx.zeros((1, 2, int(module.norm.weight.shape[0]))), line.caches[0])
     (leaf,) = line.leaves
     return Shapes(n_vocab=0, leaves=[list(leaf.planes)], slots=[leaf.slots], windows=[None])
-
-
-def _start(line: SequenceCache) -> int:
-    """The first token whose keys and values are there."""
-    (leaf,) = line.leaves if line.batch is None else line.batch.leaves
-    return int(leaf.start if line.batch is None else leaf.rows.starts[line.batch.row_of(line)])
 
 
 def _stacked(rows: Sequence[HiddenRow]) -> Any:

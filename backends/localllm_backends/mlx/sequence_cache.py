@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -195,6 +196,22 @@ class SequenceCache(_Memory):
         self.caches, self.leaves = self.layout.build(self.layout.line_leaf)
         self.continue_at(0)
 
+    def start_of(self, i: int) -> int:
+        """The position of the first slot of attention leaf number `i`."""
+        if self.batch is None:
+            return int(self.leaves[i].start)
+        return int(self.batch.leaves[i].rows.starts[self.batch.row_of(self)])
+
+    def planes_of(self, i: int, start: int, stop: int) -> list[Any]:
+        """The positions [start, stop) of attention leaf number `i`, as views."""
+        planes = self.leaves[i].planes if self.batch is None else self.batch.leaves[i].planes
+        first = self.start_of(i)
+        rows = slice(None)
+        if self.batch is not None:
+            row = self.batch.row_of(self)
+            rows = slice(row, row + 1)
+        return [p[rows, :, start - first : stop - first, :] for p in planes]
+
     def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
         """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared until one writes."""
         if self.batch is not None:
@@ -254,11 +271,13 @@ class SequenceBatch(_Memory):
                 self.extract(line)
         # Where each is now: a row of this batch, or buffers of its own.
         sources = [(self.row_of(line) if line in here else None, line) for line in lines]
-        placed = {w: [self._offset_and_start(rows, i, line) for i, line in sources] for w, rows in self._rows.items()}
+        placed: list[tuple[BatchOffsets, list[tuple[int, int]]]] = []
+        for rows in self._rows.values():
+            placed.append((rows, [self._offset_and_start(rows, i, line) for i, line in sources]))
         self._collect(sources)
-        for window, rows in self._rows.items():
-            rows.offsets = [offset for offset, _ in placed[window]]
-            rows.starts = [start for _, start in placed[window]]
+        for rows, places in placed:
+            rows.offsets = [offset for offset, _ in places]
+            rows.starts = [start for _, start in places]
         for row, line in sources:
             if row is None:
                 line.batch = self
@@ -377,7 +396,8 @@ class Shapes:
     @property
     def widths(self) -> set[int]:
         """The widths of all heads' keys and values."""
-        return {int(a.shape[3]) for arrays, n in zip(self.leaves, self.slots, strict=True) if n for a in arrays}
+        kept = [arrays for arrays, n in zip(self.leaves, self.slots, strict=True) if n]
+        return {int(a.shape[3]) for a in chain.from_iterable(kept)}
 
     @classmethod
     def of(cls, model: Any, layout: Layout) -> Shapes:

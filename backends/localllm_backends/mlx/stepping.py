@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, product
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ HiddenRow = tuple[Any, int, int]
 
 
 @dataclass
-class _Group:
+class _LogitRows:
     """Rows of logits that came out of one call."""
 
     logits: Any
@@ -52,7 +53,7 @@ class MlxStepResult(StepResult):
     stream: Any
     # What must be computed for the step to be done, and is not under way.
     fresh: list[Any] = field(default_factory=list)
-    pieces: list[tuple[_Group, int, int] | None] = field(default_factory=list)
+    pieces: list[tuple[_LogitRows, int, int] | None] = field(default_factory=list)
     samples: list[tuple[DeviceSamples, int] | None] = field(default_factory=list)
     hidden: list[list[HiddenRow]] = field(default_factory=list)
 
@@ -109,7 +110,7 @@ class _Ahead:
     lines: list[SequenceCache]
     memory: SequenceCache | SequenceBatch
     state: list[list[Any]]
-    group: _Group
+    group: _LogitRows
     hidden: list[Any]
     samples: dict[SequenceCache, tuple[DeviceSamples, int]] = field(default_factory=dict)
 
@@ -196,13 +197,13 @@ class Stepper:
         hidden = self._take_hidden()
         result.fresh.extend(hidden)
         flat = logits.reshape(-1, self._n_vocab)
-        group = _Group(flat, mx.argmax(flat, axis=-1))
+        group = _LogitRows(flat, mx.argmax(flat, axis=-1))
         longest = int(ids.shape[1])
         for row, i in enumerate(rows):
             tokens = result.chunks[i].tokens
             self._remember(result.lines[i], tokens, state, row)
             result.pieces[i] = (group, row * longest, row * longest + len(tokens))
-            result.hidden[i] = [(known, row, at) for known in hidden for at in range(len(tokens))]
+            result.hidden[i] = _hidden_rows(hidden, row, len(tokens))
         batch.advance([len(result.chunks[i].tokens) for i in rows])
         if any(result.chunks[i].sample is None for i in which):
             result.fresh.append(group.best)
@@ -234,7 +235,7 @@ class Stepper:
         logits = self.model(ids, cache=line.caches)
         if outputs:
             rows = logits[0, -outputs:]
-            group = _Group(rows, mx.argmax(rows, axis=-1))
+            group = _LogitRows(rows, mx.argmax(rows, axis=-1))
             result.pieces[i] = (group, 0, outputs)
             if chunk.sample is None:
                 result.fresh.append(group.best)
@@ -242,7 +243,8 @@ class Stepper:
             result.fresh.extend(arrays_of(line.leaves))
         hidden = self._take_hidden()
         result.fresh.extend(hidden)
-        known = [(rows, 0, at) for rows in hidden for at in range(int(rows.shape[1]))]
+        # A long chunk is computed in several calls, and with what is read again.
+        known = list(chain.from_iterable(_hidden_rows([rows], 0, int(rows.shape[1])) for rows in hidden))
         result.hidden[i] = known[-len(chunk.tokens) :]
 
     def _read(self, ids: Any, line: SequenceCache) -> Any:
@@ -317,7 +319,7 @@ class Stepper:
         logits = self.model(given[:, None], cache=memory.caches)[:, -1]
         if isinstance(memory, SequenceBatch):
             memory.advance([1] * len(lines))
-        return _Ahead(lines, memory, state, _Group(logits, mx.argmax(logits, axis=-1)), self._take_hidden())
+        return _Ahead(lines, memory, state, _LogitRows(logits, mx.argmax(logits, axis=-1)), self._take_hidden())
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
@@ -361,7 +363,7 @@ class Stepper:
         for i, row in asked.items():
             chunk, line = result.chunks[i], result.lines[i]
             result.pieces[i] = (ahead.group, row, row + 1)
-            result.hidden[i] = [(known, row, 0) for known in ahead.hidden]
+            result.hidden[i] = _hidden_rows(ahead.hidden, row, 1)
             begun = ahead.samples.get(line)
             if begun is not None and chunk.sample == begun[0].asked[begun[1]]:
                 result.samples[i] = begun
@@ -387,7 +389,7 @@ class Stepper:
             if ahead.state:
                 ahead.memory.restore(ahead.state)
 
-    def settle(self, line: SequenceCache) -> None:
+    def undo_ahead_of(self, line: SequenceCache) -> None:
         """Set back what was started for `line` unasked, where its memory could not be read otherwise."""
         if self.ahead is not None and self._layout.recurrent and line in self.ahead.lines:
             self.undo_ahead()
@@ -398,7 +400,7 @@ class Stepper:
         held = self.ahead.state if self.ahead is not None and begun else (line.batch or line).snapshot()
         return held if line.batch is None else row_of_state(held, line.batch.row_of(line))
 
-    def lost(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
+    def touched_by_failure(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
         """A step over `lines` failed: every line whose buffers it may have touched. Forgets what was begun."""
         ahead, self.ahead = self.ahead, None
         touched = {*lines, *(ahead.lines if ahead else ())}
@@ -413,7 +415,7 @@ class Stepper:
         if not self._lines:
             self.last = None
 
-    def read_again(self, line: SequenceCache) -> None:
+    def recompute(self, line: SequenceCache) -> None:
         """Compute what a rewind left to be read again."""
         if line.replay:
             tokens, line.replay = line.replay, []
@@ -428,7 +430,13 @@ class Stepper:
     @property
     def output_bytes(self) -> int:
         pieces = [] if self.last is None else self.last.pieces
-        return sum(int(g.logits.nbytes) for g in {id(p[0]): p[0] for p in pieces if p is not None}.values())
+        groups = {id(p[0]): p[0] for p in pieces if p is not None}
+        return sum(int(group.logits.nbytes) for group in groups.values())
+
+
+def _hidden_rows(arrays: Sequence[Any], row: int, n: int) -> list[HiddenRow]:
+    """Of the first `n` tokens in that row of each array."""
+    return list(product(arrays, [row], range(n)))
 
 
 def _gathered(parts: Sequence[tuple[Any, int]]) -> Any:

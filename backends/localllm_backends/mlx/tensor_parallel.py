@@ -44,6 +44,8 @@ _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
 _PARTS = struct.Struct("<4sI")
 _MAGIC = b"LMXS"
 _LENGTH = struct.Struct("<Q")
+# What another machine does without an answer.
+_PLAIN_OPERATIONS = ("new_sequence", "fork", "truncate", "drop")
 
 
 class TensorParallelBackend(MlxBackend):
@@ -56,43 +58,42 @@ class TensorParallelBackend(MlxBackend):
         super().__init__(loaded)
         self._following = True
         for other in others:
-            other.when_gone(self._lost)
+            other.on_exit(self._abort)
 
     def new_sequence(self) -> SequenceId:
-        made = super().new_sequence()
-        self._tell({"do": "new"})
-        return made
+        return self._with_others("new_sequence")  # type: ignore[no-any-return]
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        # It begins with a new sequence, which the others make when they fork.
-        self._following = False
-        try:
-            made = super().fork(source, n_tokens)
-        finally:
-            self._following = True
-        self._tell({"do": "fork", "of": source, "n": n_tokens})
-        return made
+        return self._with_others("fork", source, n_tokens)  # type: ignore[no-any-return]
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        super().truncate(sequence, n_tokens)
-        self._tell({"do": "truncate", "of": sequence, "n": n_tokens})
+        self._with_others("truncate", sequence, n_tokens)
 
     def drop(self, sequence: SequenceId) -> None:
-        super().drop(sequence)
-        self._tell({"do": "drop", "of": sequence})
+        self._with_others("drop", sequence)
+
+    def _with_others(self, operation: str, *arguments: int) -> Any:
+        """Do it here and then there. What it is made of the others do by themselves."""
+        following, self._following = self._following, False
+        try:
+            done = getattr(super(), operation)(*arguments)
+        finally:
+            self._following = following
+        self._broadcast(operation, *arguments)
+        return done
 
     def _sweep(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
-        self._tell({"do": "step", "chunks": [[c.sequence, list(c.tokens), c.outputs] for c in chunks]})
+        self._broadcast("step", *([c.sequence, list(c.tokens), c.outputs] for c in chunks))
         try:
             return super()._sweep(chunks, lines)
         except BackendFailure:
             # The others have done this step or hang in it: their memory is no longer this one's.
-            self._lost("one of the machines")
+            self._abort("one of the machines")
             raise
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """All shares of it."""
-        self._tell({"do": "export", "of": sequence, "start": start, "stop": stop})
+        self._broadcast("export_range", sequence, start, stop)
         failure: BackendFailure | None = None
         parts: list[bytes] = []
         try:
@@ -100,7 +101,7 @@ class TensorParallelBackend(MlxBackend):
         except BackendFailure as e:
             failure = e
         for other in self._others:
-            frame, body = other.hear()
+            frame, body = other.receive()
             parts.append(body)
             if "refused" in frame and failure is None:
                 failure = BackendFailure(f"{other.machine.name}: {frame['refused']}")
@@ -112,25 +113,28 @@ class TensorParallelBackend(MlxBackend):
         parts = _shares_in(data, 1 + len(self._others))
         super().import_range(sequence, parts[0], start, stop)
         for other, part in zip(self._others, parts[1:], strict=True):
-            other.say({"do": "import", "of": sequence, "start": start, "stop": stop}, part)
-        refused = [(other, frame["refused"]) for other in self._others if "refused" in (frame := other.hear()[0])]
+            other.send({"do": "import_range", "with": [sequence, start, stop]}, part)
+        refused = ""
+        for other in self._others:
+            frame, _ = other.receive()
+            if "refused" in frame and not refused:
+                refused = f"{other.machine.name}: {frame['refused']}"
         if refused:
             self.truncate(sequence, start)
-            other, why = refused[0]
-            raise BackendFailure(f"{other.machine.name}: {why}")
+            raise BackendFailure(refused)
 
     def close(self) -> None:
         self._closing, self._following = True, False
         for other in self._others:
-            other.end()
+            other.stop()
         super().close()
 
-    def _tell(self, frame: Frame) -> None:
+    def _broadcast(self, operation: str, *arguments: Any) -> None:
         if self._following:
             for other in self._others:
-                other.say(frame)
+                other.send({"do": operation, "with": arguments})
 
-    def _lost(self, name: str) -> None:
+    def _abort(self, name: str) -> None:
         """Without it nothing more can be computed, and the sweep that runs may never end."""
         if not self._closing:
             print(f"{name} is gone, which held a share of the model", file=sys.stderr, flush=True)
@@ -161,20 +165,20 @@ def load_tensor_parallel(spec: LoadSpec, on_progress: Callable[[float], None] | 
     try:
         for machine in ring.machines[1:]:
             followers.append(Follower(machine, _PROGRAM))
-        group = _meet(spec, ring, followers, _identity(folder))
+        group = _form_group(spec, ring, followers, _identity(folder))
         # Side by side: each reads its own disk.
         loaded = read_checkpoint(spec, on_progress, group)
         for follower in followers:
-            follower.hear()
-            follower.say({"do": "begin"})
+            follower.receive()
+            follower.send({"do": "begin"})
         return TensorParallelBackend(loaded, followers)
     except BaseException:
         for follower in followers:
-            follower.end()
+            follower.stop()
         raise
 
 
-def _meet(spec: LoadSpec, ring: MachineRing, followers: Sequence[Follower], ours: Mapping[str, str]) -> Any:
+def _form_group(spec: LoadSpec, ring: MachineRing, followers: Sequence[Follower], ours: Mapping[str, str]) -> Any:
     """The group of all machines, once each has said that it has the same as this one."""
     ports = ports_for(ring)
     order: Frame = {
@@ -182,17 +186,17 @@ def _meet(spec: LoadSpec, ring: MachineRing, followers: Sequence[Follower], ours
         "files": ring.files(ports), "variables": ring.variables(ports), "backend": ring.backend,
     }  # fmt: skip
     for rank, follower in enumerate(followers, 1):
-        follower.say({**order, "rank": rank})
+        follower.send({**order, "rank": rank})
     for follower in followers:
-        _agree(follower, ours)
+        _check_same(follower, ours)
     for follower in followers:
-        follower.say({"do": "join"})
+        follower.send({"do": "join"})
     met: list[Any] = []
     # Apart, since who waits for one that will never come is not told so.
     joining = threading.Thread(target=lambda: met.append(_join({**order, "rank": 0})), name="join", daemon=True)
     joining.start()
     for follower in followers:
-        follower.hear()
+        follower.receive()
     joining.join()
     if not met:
         raise OtherMachineError(f"the machines can't reach each other over MLX's {ring.backend}", HINT)
@@ -212,8 +216,8 @@ def _identity(folder: Path) -> dict[str, str]:
     }
 
 
-def _agree(follower: Follower, ours: Mapping[str, str]) -> None:
-    theirs = follower.hear()[0]["is"]
+def _check_same(follower: Follower, ours: Mapping[str, str]) -> None:
+    theirs = follower.receive()[0]["is"]
     for what, value in ours.items():
         if theirs.get(what) != value:
             other = f" ({theirs.get(what)} there, {value} here)" if what != "the model's files" else ""
@@ -234,7 +238,7 @@ def _join(order: Frame) -> Any:
             raise OtherMachineError(f"it can't reach the others over MLX's {order['backend']}: {e}", HINT) from e
 
 
-class _Following:
+class _FollowerProcess:
     """What another machine's process does with what it is told."""
 
     def __init__(self, backend: MlxBackend, sink: BinaryIO) -> None:
@@ -242,25 +246,18 @@ class _Following:
 
     def do(self, frame: Frame, body: bytes) -> None:
         """One operation. What the first machine was refused never comes here."""
-        backend = self._backend
-        match frame["do"]:
-            case "new":
-                backend.new_sequence()
-            case "fork":
-                backend.fork(frame["of"], frame["n"])
-            case "truncate":
-                backend.truncate(frame["of"], frame["n"])
-            case "drop":
-                backend.drop(frame["of"])
-            case "step":
-                backend.step([Chunk(of, tokens, outputs) for of, tokens, outputs in frame["chunks"]])
-            case "export":
-                self._answer(lambda: backend.export_range(frame["of"], frame["start"], frame["stop"]))
-            case "import":
-                self._answer(lambda: self._take(frame, body))
+        backend, operation, arguments = self._backend, frame["do"], frame["with"]
+        if operation == "step":
+            backend.step([Chunk(*chunk) for chunk in arguments])
+        elif operation == "export_range":
+            self._answer(lambda: backend.export_range(*arguments))
+        elif operation == "import_range":
+            self._answer(lambda: self._import(body, *arguments))
+        elif operation in _PLAIN_OPERATIONS:
+            getattr(backend, operation)(*arguments)
 
-    def _take(self, frame: Frame, body: bytes) -> bytes:
-        self._backend.import_range(frame["of"], body, frame["start"], frame["stop"])
+    def _import(self, body: bytes, sequence: SequenceId, start: int, stop: int) -> bytes:
+        self._backend.import_range(sequence, body, start, stop)
         return b""
 
     def _answer(self, find: Callable[[], bytes]) -> None:
@@ -272,13 +269,16 @@ class _Following:
             write_frame(self._sink, {}, found)
 
 
-def _follow(source: BinaryIO, sink: BinaryIO) -> None:
+def _serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Be told what to load, meet the others, and do what the first machine does until its process ends."""
     inbox: queue.SimpleQueue[tuple[Frame, bytes]] = queue.SimpleQueue()
 
     def read() -> None:
-        while (heard := read_frame(source)) is not None:
-            inbox.put(heard)
+        while True:
+            received = read_frame(source)
+            if received is None:
+                break
+            inbox.put(received)
         # Nobody is left to compute for, whatever this process is at.
         os._exit(0)
 
@@ -294,7 +294,7 @@ def _follow(source: BinaryIO, sink: BinaryIO) -> None:
         loaded = read_checkpoint(spec, None, group)
         write_frame(sink, {"loaded": True})
         inbox.get()
-        following = _Following(MlxBackend(loaded), sink)
+        following = _FollowerProcess(MlxBackend(loaded), sink)
     except BackendFailure as e:
         write_frame(sink, {"failed": str(e)})
         raise SystemExit(1) from e
@@ -311,7 +311,7 @@ def _main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        _follow(source, sink)
+        _serve(source, sink)
     except BackendFailure as e:
         print(f"this machine's share of the model failed: {e}", file=sys.stderr, flush=True)
         os._exit(1)
