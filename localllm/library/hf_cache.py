@@ -40,7 +40,6 @@ def repos(cache: Path) -> Iterator[tuple[str, Path]]:
 
 def snapshots(folder: Path) -> list[Path]:
     """Snapshots of a repository: that of `main` first, then other branches', then the rest, newest first."""
-    found = []
     try:
         found = [s for s in (folder / "snapshots").iterdir() if _COMMIT.fullmatch(s.name) and s.is_dir()]
     except OSError:
@@ -104,12 +103,8 @@ def digest_of(pointer: Path) -> str:
 
 
 def partials(cache: Path) -> list[Path]:
-    """Files that downloads left unfinished, oldest first."""
-    found = []
-    for _, folder in repos(cache):
-        for _, files in folders.walk(folder / "blobs", 0):
-            found += [f for f in files if _PARTIAL.fullmatch(f.name)]
-    return sorted(found, key=_mtime)
+    """Files that downloads left unfinished."""
+    return [file for _, folder in repos(cache) for file in partials_in(folder)]
 
 
 def unreferenced(cache: Path) -> list[Path]:
@@ -143,10 +138,8 @@ def remove(model: LocalModel) -> int:
     for snapshot in snapshots(folder):
         for name in wanted:
             pointer = snapshot / name
-            if pointer.is_symlink():
-                pointer.unlink()
-            elif pointer.is_file():
-                freed += pointer.stat().st_size
+            if pointer.is_symlink() or pointer.is_file():
+                freed += 0 if pointer.is_symlink() else pointer.stat().st_size
                 pointer.unlink()
     cache = folder.parent
     for orphan in unreferenced(cache):
@@ -185,8 +178,6 @@ def partials_in(folder: Path) -> list[Path]:
     return [f for _, files in folders.walk(folder / "blobs", 0) for f in files if _PARTIAL.fullmatch(f.name)]
 
 
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+def size_of(path: Path) -> int:
+    """Bytes of a file or a link; 0 where it is gone."""
+    return path.lstat().st_size if path.exists() or path.is_symlink() else 0

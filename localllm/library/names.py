@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -63,6 +63,17 @@ def split_of(name: str) -> tuple[str, int, int] | None:
     if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
         return None
     return match["stem"], int(match["no"]), int(match["count"])
+
+
+def is_first_part(name: str) -> bool:
+    """False for a later part of a split GGUF."""
+    split = split_of(name)
+    return split is None or split[1] == 1
+
+
+def projector_rank(name: str, size_bytes: int) -> tuple[bool, int]:
+    """By what the projector to use of several is the least: F16 as published goes first, then the smallest."""
+    return "f16" not in name.lower().replace("bf16", ""), size_bytes
 
 
 def split_parts(name: str) -> list[str]:
@@ -149,18 +160,22 @@ def _parse_url(text: str, hosts: tuple[str, ...]) -> ModelReference:
     repo, rest = "/".join(parts[:2]), parts[2:]
     if len(parts) < 2 or not safe_repo(repo):
         raise UsageError(f"{text[:100]!r} names no repository", hint="repository addresses look like hf.co/org/name")
-    revision = file = ""
-    if rest:
-        kind, *rest = rest
-        if kind not in ("blob", "resolve", "tree", "raw") or not rest:
-            raise UsageError(f"{text[:100]!r} is not the address of a model or a file", hint=_REFERENCE_HINT)
-        revision, file = rest[0], "/".join(rest[1:])
-        if _REVISION.fullmatch(revision) is None or ".." in revision or (file and not safe_file(file)):
-            raise UsageError(f"{text[:100]!r} holds a name that no repository has", hint=_REFERENCE_HINT)
-        if kind == "tree":
-            # A folder: of GGUF repositories that is a quant's own ("UD-Q4_K_XL").
-            quant, file = quant or quant_of(file), ""
-    return ModelReference(text, parts[1], repo, quant, file, "" if revision == "main" else revision)
+    found = ModelReference(text, parts[1], repo, quant)
+    return _below_repository(found, rest) if rest else found
+
+
+def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference:
+    """`found` with what an address says behind the repository: blob/REVISION/FILE, tree/REVISION/FOLDER and their like."""
+    kind, revision, file = parts[0], "".join(parts[1:2]), "/".join(parts[2:])
+    if kind not in ("blob", "resolve", "tree", "raw") or len(parts) < 2:
+        raise UsageError(f"{found.text[:100]!r} is not the address of a model or a file", hint=_REFERENCE_HINT)
+    if _REVISION.fullmatch(revision) is None or ".." in revision or (file and not safe_file(file)):
+        raise UsageError(f"{found.text[:100]!r} holds a name that no repository has", hint=_REFERENCE_HINT)
+    named = replace(found, revision="" if revision == "main" else revision)
+    if kind == "tree":
+        # A folder: of GGUF repositories that is a quant's own ("UD-Q4_K_XL").
+        return replace(named, quant=found.quant or quant_of(file))
+    return replace(named, file=file)
 
 
 # The engine loads Q2_0 files of Bonsai 2 and answers noise, and knows the types of the others not at all: they are made for

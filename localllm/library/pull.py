@@ -412,9 +412,8 @@ def _fetch(
 
 def _check_kind(partial: Path, file: RepoFile) -> None:
     """Raises _NoModelError, and lets the bytes go, where what has arrived says that it is no model."""
-    split = names.split_of(file.name)
     try:
-        if split is None or split[1] == 1:
+        if names.is_first_part(file.name):
             file_kinds.check_is_model(partial)
     except ModelFileError as e:
         partial.unlink(missing_ok=True)

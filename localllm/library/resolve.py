@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from localllm_catalog.types import Model
 
 _STARTER_NAMES = (starter.NAME, "smollm2-135m", "starter")
-_GEMMA_NAMES = (starter.GEMMA_NAME, starter.GEMMA_FILE.removesuffix(".gguf"))
 # Weights above this share of memory leave too little for a context and for everything else that runs.
 _SENSIBLE_SHARE = 0.5
 _NOT_CHAT = ("embed", "rerank", "reward", "whisper", "ocr-", "-base", "draft", "guard", "assistant-mtp")
@@ -38,23 +37,15 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = 
     if ref is None or not ref.strip():
         return _best_at_hand()
     ref = ref.strip()
-    if ref.lower() in _STARTER_NAMES and (packaged := store.packaged()):
-        return packaged[0]
-    if ref.lower() in _GEMMA_NAMES and (file := starter.gemma_path()) is not None:
-        return LocalModel(starter.GEMMA_NAME, file, Format.GGUF, file.stat().st_size, "Q4_K_M", "starter", "", (file,))
-    found = _found(ref, catalog)
+    packaged = store.packaged() if ref.lower() in _STARTER_NAMES else []
+    found = packaged[0] if packaged else by_path(ref)
+    if found is None:
+        reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
+        installed = store.scan()
+        candidates = _matching(reference, installed)
+        found = best_of(candidates) if candidates else _by_catalog(reference, installed, catalog)
     names.check_readable(found.name, found.path.name)
     return found
-
-
-def _found(ref: str, catalog: Catalog | None) -> LocalModel:
-    there = by_path(ref)
-    if there is not None:
-        return there
-    reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
-    installed = store.scan()
-    candidates = _matching(reference, installed)
-    return best_of(candidates) if candidates else _by_catalog(reference, installed, catalog)
 
 
 def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
@@ -63,32 +54,38 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
     Raises as `resolve` does.
     """
     installed = store.scan()
-    if "://" in ref or not (path := by_path(ref.strip())):
-        reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
-        found = _matching(reference, installed)
-        if not found and not reference.repo:
-            model = (catalog if catalog is not None else load_catalog()).get(reference.name)
-            found = [m for m in installed if model is not None and _is_of(m, model, reference.quant)]
-        return found or [resolve(ref, catalog=catalog)]
-    # A path into a store is that store's model, with what it knows of it (a published hash).
-    return [next((m for m in installed if m.path.resolve() == path.path.resolve()), path)]
+    at = by_path(ref.strip()) if "://" not in ref else None
+    if at is not None:
+        # A path into a store is that store's model, with what it knows of it (a published hash).
+        return [next((m for m in installed if m.path.resolve() == at.path.resolve()), at)]
+    reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
+    found = _matching(reference, installed)
+    if not found and not reference.repo:
+        found = _of_model(_catalog_model(reference, catalog), reference.quant, installed)
+    return found or [resolve(ref, catalog=catalog)]
 
 
 def matching(ref: str, installed: list[LocalModel], *, catalog: Catalog | None = None) -> list[LocalModel]:
     """Those of `installed` that `ref` names: a name, file name, repository or catalog id, each also with `:quant`. For
     names that strangers send: no path and no address is looked at, and what nothing answers to is an empty list."""
+    if "://" in ref:
+        return []
     try:
-        reference = names.parse(ref) if "://" not in ref else None
+        reference = names.parse(ref)
     except UsageError:
         return []
-    if reference is None:
-        return []
     found = _matching(reference, installed)
-    if not found:
-        known = catalog if catalog is not None else load_catalog()
-        model = known.get(reference.name) if not reference.repo else known.recognise(reference.repo)
-        found = [m for m in installed if model is not None and _is_of(m, model, reference.quant)]
-    return found
+    return found or _of_model(_catalog_model(reference, catalog), reference.quant, installed)
+
+
+def _catalog_model(reference: names.ModelReference, catalog: Catalog | None) -> Model | None:
+    known = catalog if catalog is not None else load_catalog()
+    return known.recognise(reference.repo) if reference.repo else known.get(reference.name)
+
+
+def _of_model(model: Model | None, quant: str, installed: list[LocalModel]) -> list[LocalModel]:
+    """Those of `installed` that are variants of `model`, in that quant if one is given."""
+    return [m for m in installed if model is not None and _is_of(m, model, quant)]
 
 
 def _hub_hosts(ref: str) -> tuple[str, ...]:
@@ -228,28 +225,32 @@ def _spellings(model: LocalModel) -> set[str]:
 
 def _by_catalog(reference: names.ModelReference, installed: list[LocalModel], catalog: Catalog | None) -> LocalModel:
     known = catalog if catalog is not None else load_catalog()
-    model = known.get(reference.name) if not reference.repo else known.recognise(reference.repo)
+    model = _catalog_model(reference, known)
     if model is not None and not reference.repo:
-        candidates = [m for m in installed if _is_of(m, model, reference.quant)]
+        candidates = _of_model(model, reference.quant, installed)
         if candidates:
             return replace(best_of(candidates), name=model.id)
+        names.check_quant(model, reference.quant)
     if model is not None or reference.repo:
-        if model is not None and not reference.repo:
-            names.check_quant(model, reference.quant)
-        what = model.name if model is not None else reference.repo
-        quant = f" in {reference.quant}" if reference.quant else ""
-        others = [m for m in installed if model is not None and _is_of(m, model, "")]
-        hint = f"fetch it: `localllm pull {reference.text}`"
-        if others:
-            hint += f"; installed: {', '.join(sorted({m.quant or m.name for m in others}))}"
-        raise ModelNotFoundError(f"{what}{quant} is not on this disk", hint=hint)
-    near = [*known.suggest(reference.name), *_near(reference.name, installed)]
-    raise ModelNotFoundError(
-        f"no model is called {reference.text!r}",
-        hint=f"did you mean {', '.join(dict.fromkeys(near))}?"
-        if near
-        else "see `localllm models list` for what is installed and `localllm recommend` for what to fetch",
-    )
+        raise _not_installed(reference, model, installed)
+    near = dict.fromkeys([*known.suggest(reference.name), *_near(reference.name, installed)])
+    hint = "see `localllm models list` for what is installed and `localllm recommend` for what to fetch"
+    if near:
+        hint = f"did you mean {', '.join(near)}?"
+    raise ModelNotFoundError(f"no model is called {reference.text!r}", hint=hint)
+
+
+def _not_installed(
+    reference: names.ModelReference, model: Model | None, installed: list[LocalModel]
+) -> ModelNotFoundError:
+    """What a model that is known, or is named with its repository, has on this disk instead."""
+    what = model.name if model is not None else reference.repo
+    quant = f" in {reference.quant}" if reference.quant else ""
+    others = {m.quant or m.name for m in _of_model(model, "", installed)}
+    hint = f"fetch it: `localllm pull {reference.text}`"
+    if others:
+        hint += f"; installed: {', '.join(sorted(others))}"
+    return ModelNotFoundError(f"{what}{quant} is not on this disk", hint=hint)
 
 
 def _is_of(local: LocalModel, model: Model, quant: str) -> bool:

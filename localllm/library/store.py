@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,20 +22,24 @@ _OWNERS = {"lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp"
 _SETTLED_S = 600.0
 
 
+# Where each application keeps its models, and what finds them there.
+_APPLICATIONS: tuple[tuple[Callable[[], list[Path]], Callable[[Path], list[LocalModel]]], ...] = (
+    (app_folders.lmstudio, other_apps.lmstudio),
+    (app_folders.ollama, other_apps.ollama),
+    (app_folders.llamacpp, other_apps.llamacpp),
+    (app_folders.folders, folders.scan),
+)
+
+
 def scan() -> list[LocalModel]:
     """Every whole model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders, the starter.
 
     Names and sizes only (no header is opened); files that two applications share are listed once.
     """
     found = hf_cache.scan(app_folders.hub_cache())
-    for store in app_folders.lmstudio():
-        found += other_apps.lmstudio(store)
-    for store in app_folders.ollama():
-        found += other_apps.ollama(store)
-    for store in app_folders.llamacpp():
-        found += other_apps.llamacpp(store)
-    for folder in app_folders.folders():
-        found += folders.scan(folder, "folder")
+    for places, models_in in _APPLICATIONS:
+        for place in places():
+            found += models_in(place)
     found += packaged()
     # One application may give a file several names, and each is asked for; another application's are left out.
     holder: dict[str, str] = {}
@@ -75,7 +80,7 @@ def du() -> list[DiskUsage]:
     usage = [DiskUsage(origin, counts[origin], sum(files.values())) for origin, files in sizes.items()]
     unfinished = hf_cache.partials(app_folders.hub_cache())
     if unfinished:
-        usage.append(DiskUsage("partial", len(unfinished), sum(_size(f) for f in unfinished)))
+        usage.append(DiskUsage("partial", len(unfinished), sum(map(hf_cache.size_of, unfinished))))
     return sorted(usage, key=lambda u: -u.size_bytes)
 
 
@@ -113,22 +118,31 @@ def check_ours(model: LocalModel) -> None:
         )
 
 
+_Why = Literal["unfinished download", "no snapshot points at it"]
+
+
 @dataclass(frozen=True, slots=True)
 class Waste:
     """One thing prune removes: its path, its size in bytes, and why nobody needs it."""
 
     path: Path
     size_bytes: int
-    why: Literal["unfinished download", "no snapshot points at it"]
+    why: _Why
 
 
 def waste(*, now: float | None = None) -> list[Waste]:
     """What prune would remove from the hub's cache. Files of the last ten minutes may be in use and are left out."""
     cache = app_folders.hub_cache()
     limit = (time.time() if now is None else now) - _SETTLED_S
-    found = [Waste(f, _size(f), "unfinished download") for f in hf_cache.partials(cache)]
-    found += [Waste(f, _size(f), "no snapshot points at it") for f in hf_cache.unreferenced(cache)]
-    return [w for w in found if _changed(w.path) < limit]
+    why: dict[Path, _Why] = dict.fromkeys(hf_cache.partials(cache), "unfinished download")
+    why |= dict.fromkeys(hf_cache.unreferenced(cache), "no snapshot points at it")
+    found = []
+    for path, reason in why.items():
+        with suppress(OSError):
+            stat = path.lstat()
+            if stat.st_mtime < limit:
+                found.append(Waste(path, stat.st_size, reason))
+    return found
 
 
 def prune(found: Iterable[Waste]) -> int:
@@ -141,20 +155,6 @@ def prune(found: Iterable[Waste]) -> int:
             continue
         freed += item.size_bytes
     return freed
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
 
 
 # --- verify ---------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def adopt(folder: Path) -> list[LocalModel]:
     target = folder.expanduser().resolve()
     if not target.is_dir():
         raise UsageError(f"{folder} is not a folder", hint="name the folder that holds .gguf files or MLX folders")
-    found = folders.scan(target, "folder")
+    found = folders.scan(target)
     if not found:
         raise _nothing_in(target, folder)
     listed = app_folders.remembered()

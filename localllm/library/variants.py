@@ -61,8 +61,7 @@ def selections(listing: Listing) -> list[Selection]:
     a byte, and what is no model (projectors, adapters, drafters …)."""
     found = []
     for name in [n for n, kind in _kinds(listing).items() if kind in kinds.MODELS]:
-        split = names.split_of(name)
-        if split is not None and split[1] != 1:
+        if not names.is_first_part(name):
             continue
         parts = [listing.get(part) for part in names.split_parts(name)]
         whole = tuple(p for p in parts if p is not None and p.size_bytes)
@@ -108,17 +107,15 @@ def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = No
 
 def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | None:
     """The projector to bring with the file `model`: the one named, else of its own F16, else the smallest; or None."""
-    if wanted and (named := listing.get(wanted)) is not None:
+    named = listing.get(wanted)
+    if named is not None:
         return named
     found = _kinds(listing)
     models = [name for name, kind in found.items() if kind in kinds.MODELS]
     projectors = [name for name, kind in found.items() if kind == "projector"]
     mine = kinds.own_projectors(model, models, projectors, one_repo=True)
-
-    def rank(file: RepoFile) -> tuple[bool, int]:
-        return "f16" not in file.name.lower().replace("bf16", ""), file.size_bytes
-
-    return min((f for f in listing.files if f.name in mine), key=rank, default=None)
+    there = (f for f in listing.files if f.name in mine)
+    return min(there, key=lambda f: names.projector_rank(f.name, f.size_bytes), default=None)
 
 
 def pick(
@@ -131,24 +128,34 @@ def pick(
     there = selections(listing)
     if not there:
         raise _no_model(listing, quant)
-    if file:
-        of_file = [s for s in there if any(f.name == file for f in s.files)]
-        of_file = of_file or [s for s in there if names.stem_of(s.files[0].name) == names.stem_of(file)]
-        if of_file:
-            return of_file[0]
-        if not quant:
-            raise DownloadError(f"{listing.repo} has no model file {file}", hint=_what_there_is(there))
+    of_file = _holding(there, file) if file else None
+    if of_file is not None:
+        return of_file
     if quant:
-        exact = [s for s in there if s.quant.upper() == quant.upper()]
-        near = exact or [s for s in there if names.same_quant(quant, s.quant)]
-        if not near and any(names.same_quant(quant, names.quant_of(names.raw_part_of(f.name))) for f in listing.files):
-            raise _no_model(listing, quant)
-        if not near:
-            raise DownloadError(f"{listing.repo} has no variant {quant}", hint=_what_there_is(there))
-        return _only(near, quant, listing)
+        return _of_quant(there, quant, listing)
+    if file:
+        raise DownloadError(f"{listing.repo} has no model file {file}", hint=_what_there_is(there))
     if len(there) > 1 and choose is not None and described is not None:
         return _chosen(there, listing, described(), choose)
     return _usual(there, lambda s: (s.quant, s.weights_bytes), sensible_bytes())
+
+
+def _holding(there: Sequence[Selection], file: str) -> Selection | None:
+    """The selection with that file, else the one of its name in another folder."""
+    held = (s for s in there if any(f.name == file for f in s.files))
+    called = (s for s in there if names.stem_of(s.files[0].name) == names.stem_of(file))
+    return next(held, None) or next(called, None)
+
+
+def _of_quant(there: Sequence[Selection], quant: str, listing: Listing) -> Selection:
+    exact = [s for s in there if s.quant.upper() == quant.upper()]
+    near = exact or [s for s in there if names.same_quant(quant, s.quant)]
+    if near:
+        return _only(near, quant, listing)
+    raw = {names.quant_of(names.raw_part_of(f.name)) for f in listing.files}
+    if any(names.same_quant(quant, other) for other in raw):
+        raise _no_model(listing, quant)
+    raise DownloadError(f"{listing.repo} has no variant {quant}", hint=_what_there_is(there))
 
 
 def _no_model(listing: Listing, quant: str) -> DownloadError:
@@ -169,7 +176,7 @@ def _no_model(listing: Listing, quant: str) -> DownloadError:
     )
 
 
-def _only(near: list[Selection], quant: str, listing: Listing) -> Selection:
+def _only(near: Sequence[Selection], quant: str, listing: Listing) -> Selection:
     """The one of several selections of a quant: the same file in two places is one. Raises DownloadError naming them."""
     stems = {names.stem_of(s.files[0].name): s for s in reversed(near)}
     if len(stems) > 1:
@@ -217,6 +224,6 @@ def usual_variant(model: Model) -> Variant:
     return _usual(ggufs or on_hub, lambda v: (v.quant, v.file_bytes), sensible_bytes())
 
 
-def _what_there_is(there: list[Selection]) -> str:
+def _what_there_is(there: Sequence[Selection]) -> str:
     listed = ", ".join(s.quant or s.files[0].name for s in there[:24])
     return f"it has {listed}{' …' if len(there) > 24 else ''}"

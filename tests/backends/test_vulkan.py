@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from engine.test_interrupts import an_interrupted_step_changes_nothing
-from localllm.library import starter
 from localllm_backends.contract import Backend, Chunk, LoadSpec, OutOfMemoryError, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp import devices, kv_probe, native
@@ -19,6 +18,7 @@ from localllm_backends.llamacpp.native import log
 from localllm_backends.llamacpp.weights import load_model
 from models import tiny_gguf
 from models.dequantised import write_dequantised
+from models.gemma import gemma_path
 
 pytestmark = pytest.mark.vulkan
 
@@ -109,7 +109,7 @@ def test_a_tiny_model_answers_as_on_the_cpu(shape: str, layers: int, tmp_path: P
 
 @pytest.fixture
 def gemma() -> Path:
-    path = starter.gemma_path()
+    path = gemma_path()
     if path is None:
         pytest.skip("gemma-3-270m is not installed")
     return path

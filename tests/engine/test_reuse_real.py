@@ -15,8 +15,8 @@ import pytest
 from localllm.bench.token_counts import common
 from localllm.engine.messages import Finish, Sampling, Text
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
-from localllm.library import starter
 from localllm_backends.contract import LoadSpec
+from models.gemma import gemma_path
 from support.requests import request_for
 
 # Per start or round. Copying back fewer than 16 tokens is no faster than computing them, and neither is reading a large
@@ -55,7 +55,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
     """Gemma 3 270M, put together once for all tests; None where its packages are not installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_CACHE_DIR", str(tmp_path_factory.mktemp("gemma")))
-        return starter.gemma_path()
+        return gemma_path()
 
 
 @pytest.fixture(params=["few layers", pytest.param("smollm2", marks=pytest.mark.long), "gemma"])

