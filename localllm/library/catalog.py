@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from localllm.library import names
 from localllm_catalog.errors import CatalogError
 
 if TYPE_CHECKING:
+    from localllm_catalog.byte_sources import OpenSource
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.gguf import GgufHeader
     from localllm_catalog.types import Model
@@ -62,15 +62,15 @@ def load_catalog() -> Catalog:
         raise CatalogFileError(e.message, hint=f"{e.hint}; {mend}" if e.hint else mend) from e
 
 
-def read_header(source: Path | str, headers: Mapping[str, str] | None = None) -> GgufHeader:
-    """The header of a GGUF file on this disk, or at an address (`headers`: what to send with the request).
+def read_header(source: Path | str, open_source: OpenSource | None = None) -> GgufHeader:
+    """The header of a GGUF file on this disk, or of one that `open_source` reads.
 
     Raises ModelFileError saying what is wrong with it.
     """
     from localllm_catalog import gguf
 
     try:
-        return gguf.read(source, headers)
+        return gguf.read(source, open_source)
     except (CatalogError, OSError) as e:
         raise _unreadable(source, e) from e
 
@@ -83,7 +83,7 @@ def readable_header(path: Path) -> GgufHeader | None:
         return None
 
 
-def read_model(source: Path | str, *, known: Model | None = None, headers: Mapping[str, str] | None = None) -> Model:
+def read_model(source: Path | str, *, known: Model | None = None, open_source: OpenSource | None = None) -> Model:
     """The Model that a GGUF file's header or an MLX folder's config describes, with one Variant: these files.
 
     `known` (the catalog's entry) lends what files cannot say. Raises ModelFileError.
@@ -92,7 +92,7 @@ def read_model(source: Path | str, *, known: Model | None = None, headers: Mappi
 
     if isinstance(source, Path) and source.is_dir():
         return _read_folder(source, known)
-    header = read_header(source, headers)
+    header = read_header(source, open_source)
     try:
         return from_gguf.model_from_gguf(header, known=known)
     except CatalogError as e:

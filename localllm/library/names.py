@@ -14,12 +14,13 @@ from localllm_catalog.names import quant_of as quant_of
 from localllm_catalog.names import safe_file as safe_file
 from localllm_catalog.names import safe_repo as safe_repo
 from localllm_catalog.names import shown as shown
+from localllm_catalog.names import split_of as split_of
+from localllm_catalog.names import split_parts as split_parts
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model
 
 _MLX_QUANT = re.compile(r"(?:^|[-_.])((?:[2-8]bit)|mxfp[48]|nvfp4|bf16|fp16)(?=[-_.]|$)", re.IGNORECASE)
-_SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _REFERENCE_HINT = "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, or a path"
@@ -57,14 +58,6 @@ def check_quant(model: Model, asked: str) -> None:
         )
 
 
-def split_of(name: str) -> tuple[str, int, int] | None:
-    """(stem, number, count) of a split GGUF's name ("m-00001-of-00003.gguf"), or None for a whole file."""
-    match = _SPLIT.fullmatch(name)
-    if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
-        return None
-    return match["stem"], int(match["no"]), int(match["count"])
-
-
 def is_first_part(name: str) -> bool:
     """False for a later part of a split GGUF."""
     split = split_of(name)
@@ -74,15 +67,6 @@ def is_first_part(name: str) -> bool:
 def projector_rank(name: str, size_bytes: int) -> tuple[bool, int]:
     """By what the projector to use of several is the least: F16 as published goes first, then the smallest."""
     return "f16" not in name.lower().replace("bf16", ""), size_bytes
-
-
-def split_parts(name: str) -> list[str]:
-    """The names of all parts of the split GGUF that `name` is one of; `name` alone for a whole file."""
-    found = split_of(name)
-    if found is None:
-        return [name]
-    stem, _, count = found
-    return [f"{stem}-{n:05d}-of-{count:05d}{name[-len('.gguf') :]}" for n in range(1, count + 1)]
 
 
 _RAW_PART = re.compile(

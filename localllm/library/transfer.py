@@ -29,6 +29,7 @@ _BLOCK_BYTES = 1 << 20
 _LEAST_GAIN_BYTES = 16 << 10
 # Wrong content is fetched anew once; once more where the bytes of an earlier run may be to blame.
 _MAX_RESTARTS = 1
+_MOST_REDIRECTS = 5
 # Asked for at once. The hub's delivery network gives no answer above 50 GB (huggingface-hub's MAX_HTTP_DOWNLOAD_SIZE).
 MAX_SPAN_BYTES = 16 << 30
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
@@ -248,7 +249,13 @@ def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) ->
 
     timeout = httpx.Timeout(patience.read_s, connect=patience.connect_s)
     sent = {**headers, "Accept-Encoding": "identity"}
-    return httpx.Client(headers=sent, timeout=timeout, follow_redirects=True, event_hooks={"request": [check]})
+    return httpx.Client(
+        headers=sent,
+        timeout=timeout,
+        follow_redirects=True,
+        max_redirects=_MOST_REDIRECTS,
+        event_hooks={"request": [check]},
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from localllm.errors import DownloadError, ModelFileError
-from localllm.library import hub, names
+from localllm.library import hub, names, remote_header
 from localllm.library.catalog import read_model
 from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import Listing, RepoFile
@@ -92,13 +92,13 @@ def _mlx(listing: Listing) -> Selection | None:
 def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = None) -> Model:
     """The Model that the header of a GGUF file says, of which only the beginning is fetched: that of the first of
     `there` which is one. Raises DownloadError."""
-    key = {k: v for k, v in hub.headers(anonymous=listing.anonymous).items() if k == "authorization"}
     first: ModelFileError | None = None
-    for selection in there[:_MOST_HEADERS]:
-        try:
-            return read_model(hub.file_url(listing, selection.files[0].name), headers=key)
-        except ModelFileError as e:
-            first = first or e
+    with remote_header.opener(anonymous=listing.anonymous) as open_source:
+        for selection in there[:_MOST_HEADERS]:
+            try:
+                return read_model(hub.file_url(listing, selection.files[0].name), open_source=open_source)
+            except ModelFileError as e:
+                first = first or e
     said = first or ModelFileError("there is no file of one", hint="")
     raise DownloadError(
         f"{listing.repo} does not say what model it holds: {said.message}", hint=hint or said.hint

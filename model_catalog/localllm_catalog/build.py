@@ -29,7 +29,7 @@ from localllm_catalog.types import (
     Variant,
 )
 
-# The keys of a [[models]] table; schema.ModelTable says what each holds (and a test that the two agree).
+# The keys of a [[models]] table; tests/catalog/family_schema.py says what each holds.
 MODEL_KEYS = frozenset({
     "id", "family", "name", "hf_repo", "release_date", "licence", "params", "active", "architecture",
     "modality", "purposes", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context",

@@ -7,7 +7,7 @@ bounded before it is used.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -34,7 +34,7 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
     facts = _Facts(header)
     blocks = _blocks(header, facts.n_layers)
     layers = tuple(_layer(facts, blocks, index) for index in range(facts.n_layers))
-    variant = _variant(header, facts, repo)
+    variant = _variant(header, facts, blocks, repo)
     model = _model(header, facts, layers, variant, blocks)
     if known is None:
         return model
@@ -89,6 +89,7 @@ class _Facts:
             raise BadHeaderError(
                 f"this file is in Ollama's own layout ({foreign}), which llama.cpp does not read", _NOT_OURS
             )
+        self.tied = all(tensor.name != "output.weight" for tensor in header.tensors)
         self.n_blocks = self.number("block_count", maximum=MAX_LAYERS, minimum=1)
         self.n_mtp = self.number("nextn_predict_layers", 0, maximum=self.n_blocks - 1)
         self.n_layers = self.n_blocks - self.n_mtp
@@ -229,7 +230,12 @@ class _Block:
         return f"{name}.weight" in self.tensors
 
     def has_experts(self) -> bool:
-        return any("_exps." in name for name in self.tensors)
+        return any(tensor.is_expert for tensor in self.tensors.values())
+
+    def n_bytes(self) -> tuple[int, int]:
+        """(bytes that every token reads, bytes of routed experts)."""
+        experts = sum(tensor.n_bytes for tensor in self.tensors.values() if tensor.is_expert)
+        return sum(tensor.n_bytes for tensor in self.tensors.values()) - experts, experts
 
     def mixer_elements(self) -> int:
         """Weights of whatever mixes tokens here: all but the feed-forward."""
@@ -360,29 +366,31 @@ def _experts(facts: _Facts, blocks: list[_Block]) -> Experts | None:
     return Experts(count, used, width, shared, shared_width, dense, facts.number("moe_latent_size", 0))
 
 
-def _variant(header: GgufHeader, facts: _Facts, repo: str) -> Variant:
-    tied = all(tensor.name != "output.weight" for tensor in header.tensors)
+def _place(name: str, n_layers: int) -> str:
+    """Where a tensor's weights count: in a "layer", in "mtp" blocks behind the layers, as an "input" table, or for the "output"."""
+    match = _BLOCK.fullmatch(name)
+    if match is not None:
+        return "layer" if int(match[1]) < n_layers else "mtp"
+    return "input" if name in _INPUT_TENSORS else "output"
+
+
+def _streamed(header: GgufHeader, facts: _Facts) -> list[TensorInfo]:
+    """The tensors that every token's step reads (of experts a part): no MTP blocks, and no table that is looked up by rows but
+    the one that is the output matrix too."""
+    looked_up = {"per_layer_token_embd.weight"} | (set() if facts.tied else {"token_embd.weight"})
+    return [t for t in header.tensors if t.name not in looked_up and _place(t.name, facts.n_layers) != "mtp"]
+
+
+def _variant(header: GgufHeader, facts: _Facts, blocks: list[_Block], repo: str) -> Variant:
     count = facts.number("expert_count", 0)
     used = facts.per_layer("expert_used_count", 0)
     share = min(1.0, sum(used[: facts.n_layers]) / facts.n_layers / count) if count else 1.0
-    active = weights = mtp = tables = output = 0
-    layers = [[0, 0] for _ in range(facts.n_layers)]
+    n_bytes: Counter[str] = Counter()
     for tensor in header.tensors:
-        match = _BLOCK.fullmatch(tensor.name)
-        if match is not None and int(match[1]) >= facts.n_layers:
-            mtp += tensor.n_bytes
-            continue
-        weights += tensor.n_bytes
-        if match is not None:
-            layers[int(match[1])]["_exps." in tensor.name] += tensor.n_bytes
-        elif tensor.name in _INPUT_TENSORS:
-            tables += tensor.n_bytes
-            output += tensor.n_bytes if tied and tensor.name == "token_embd.weight" else 0
-        else:
-            output += tensor.n_bytes
-        if tensor.name == "per_layer_token_embd.weight" or (tensor.name == "token_embd.weight" and not tied):
-            continue
-        active += round(tensor.n_bytes * share) if "_exps." in tensor.name else tensor.n_bytes
+        n_bytes[_place(tensor.name, facts.n_layers)] += tensor.n_bytes
+        if facts.tied and tensor.name == "token_embd.weight":
+            n_bytes["tied"] += tensor.n_bytes
+    active = (round(t.n_bytes * share) if t.is_expert else t.n_bytes for t in _streamed(header, facts))
     names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
     return Variant(
         Format.GGUF,
@@ -391,13 +399,13 @@ def _variant(header: GgufHeader, facts: _Facts, repo: str) -> Variant:
         names if repo else header.files,
         header.file_bytes,
         exact=True,
-        weights_bytes=weights,
-        active_bytes=active,
+        weights_bytes=n_bytes["layer"] + n_bytes["input"] + n_bytes["output"],
+        active_bytes=sum(active),
         source="the file's own header",
-        mtp_bytes=mtp,
-        layer_bytes=tuple((dense, experts) for dense, experts in layers),
-        input_bytes=tables,
-        output_bytes=output,
+        mtp_bytes=n_bytes["mtp"],
+        layer_bytes=tuple(block.n_bytes() for block in blocks),
+        input_bytes=n_bytes["input"],
+        output_bytes=n_bytes["output"] + n_bytes["tied"],
     )
 
 
@@ -435,12 +443,12 @@ def _model(
     purposes: tuple[Purpose, ...] = ("chat",) if facts.kind == "model" else ("embedding",)
     query = next((block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors), None)
     plain_width = max(facts.heads, default=0) * facts.head_dim_k
-    model = Model(
+    return Model(
         id=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
         name=name,
         family=shown(header.text("general.basename").lower() or facts.arch),
         params_total=sum(tensor.n_elements for tensor in header.tensors),
-        params_active=0,
+        params_active=_active_params(header, facts, experts),
         layers=layers,
         hidden_size=facts.hidden,
         intermediate_size=max(facts.ffn, default=0),
@@ -448,7 +456,7 @@ def _model(
         head_dim=facts.head_dim_k,
         vocab_size=_vocabulary(header, facts),
         native_context=facts.number("context_length", 0, maximum=_MAX_TOKENS),
-        tied_embeddings=all(tensor.name != "output.weight" for tensor in header.tensors),
+        tied_embeddings=facts.tied,
         experts=experts,
         architecture=describe(layers, experts),
         licence=shown(header.text("general.license")),
@@ -471,22 +479,12 @@ def _model(
         else f"the architecture {facts.arch!r} is not known here: it is planned as attention on every layer, "
         "and its KV may be more or less",
     )
-    return replace(model, params_active=_active_params(header, facts, model))
 
 
-def _active_params(header: GgufHeader, facts: _Facts, model: Model) -> int:
-    active = 0
-    for tensor in header.tensors:
-        match = _BLOCK.fullmatch(tensor.name)
-        in_mtp = match is not None and int(match[1]) >= facts.n_layers
-        looked_up = tensor.name == "token_embd.weight" and not model.tied_embeddings
-        if in_mtp or looked_up or tensor.name == "per_layer_token_embd.weight":
-            continue
-        if model.experts is not None and "_exps." in tensor.name:
-            active += tensor.n_elements * model.experts.n_active // model.experts.n_experts
-        else:
-            active += tensor.n_elements
-    return active
+def _active_params(header: GgufHeader, facts: _Facts, experts: Experts | None) -> int:
+    of, used = (experts.n_experts, experts.n_active) if experts is not None else (1, 1)
+    counts = (t.n_elements * used // of if t.is_expert else t.n_elements for t in _streamed(header, facts))
+    return sum(counts)
 
 
 def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:

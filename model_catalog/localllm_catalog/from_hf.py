@@ -35,17 +35,21 @@ _KINDS: dict[str, LayerKind] = {
     "mlp": "none",
 }
 _LETTERS: dict[str, LayerKind] = {"M": "recurrent", "*": "full", "-": "none", "E": "none"}
-# Every nth layer is full where the config lists no layers and names no pattern.
-_SLIDING_PERIOD = {
-    "gemma2": 2,
-    "gemma3": 6,
-    "gemma3_text": 6,
-    "gemma4": 6,
-    "gemma4_text": 6,
-    "gpt_oss": 2,
-    "cohere2": 4,
+# Every nth layer is full where the config lists no layers and names no pattern; between them lie (kind, n unless it is stated, the
+# config's key of it).
+_FULL_EVERY: dict[str, tuple[LayerKind, int, str]] = dict.fromkeys(
+    ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    ("recurrent", 4, "full_attention_interval"),
+)
+_PERIODS: dict[str, tuple[LayerKind, int, str]] = _FULL_EVERY | {
+    name: ("sliding", period, "sliding_window_pattern")
+    for period, names in (
+        (2, ("gemma2", "gpt_oss")),
+        (4, ("cohere2",)),
+        (6, ("gemma3", "gemma3_text", "gemma4", "gemma4_text")),
+    )
+    for name in names
 }
-_FULL_EVERY = {"qwen3_next": 4, "qwen3_5": 4, "qwen3_5_text": 4, "qwen3_5_moe": 4, "qwen3_5_moe_text": 4}
 _GATED_QUERIES = frozenset({*_FULL_EVERY, "muse_glimmer", "muse_glimmer_text"})
 _MAMBAS = frozenset({"mamba", "falcon_mamba", "mamba2"})
 _ALL_RECURRENT = _MAMBAS | {"rwkv7"}
@@ -205,29 +209,30 @@ def _heads(facts: _Config, hidden: int) -> int:
 
 
 def _pattern(raw: dict[str, Any], facts: _Config) -> list[str]:
-    n_layers = raw["layers"]
+    kinds = _layer_kinds(facts, raw["layers"])
+    if not raw["sliding"]["window"]:
+        kinds = ["full" if kind == "sliding" else kind for kind in kinds]
+    return ["mla" if kind == "full" and "mla" in raw else kind for kind in kinds]
+
+
+def _layer_kinds(facts: _Config, n_layers: int) -> list[str]:
+    """What a config says of its layers: in a list of words, a string of letters, the numbers of those that are full, or a period."""
     letters = facts.get("hybrid_override_pattern")
     listed = facts.get("layer_types", "layers_block_type")
     indices = facts.get("full_attn_idxs")
     if facts.type in _ALL_RECURRENT:
-        kinds = ["recurrent"] * n_layers
-    elif isinstance(listed, list) and len(listed) >= n_layers:
-        kinds = [_kind(str(item)) for item in listed[:n_layers]]
-    elif isinstance(letters, str) and len(letters) == n_layers and set(letters) <= set(_LETTERS):
-        kinds = [_LETTERS[letter] for letter in letters]
-    elif isinstance(indices, list):
-        kinds = ["full" if index in indices else "recurrent" for index in range(n_layers)]
-    elif facts.type in _FULL_EVERY:
-        every = max(1, facts.number("full_attention_interval", default=_FULL_EVERY[facts.type]))
-        kinds = ["full" if (index + 1) % every == 0 else "recurrent" for index in range(n_layers)]
-    elif facts.type in _SLIDING_PERIOD:
-        every = max(1, facts.number("sliding_window_pattern", default=_SLIDING_PERIOD[facts.type]))
-        kinds = ["full" if (index + 1) % every == 0 else "sliding" for index in range(n_layers)]
+        return ["recurrent"] * n_layers
+    if isinstance(listed, list) and len(listed) >= n_layers:
+        return [_kind(str(item)) for item in listed[:n_layers]]
+    if isinstance(letters, str) and len(letters) == n_layers and set(letters) <= set(_LETTERS):
+        return [_LETTERS[letter] for letter in letters]
+    between, every, key = _PERIODS.get(facts.type, ("full", 1, ""))
+    if isinstance(indices, list):
+        between, is_full = "recurrent", set(map(str, indices))
     else:
-        kinds = ["full"] * n_layers
-    if "sliding" in raw and not raw["sliding"]["window"]:
-        kinds = ["full" if kind == "sliding" else kind for kind in kinds]
-    return ["mla" if kind == "full" and "mla" in raw else kind for kind in kinds]
+        every = max(1, facts.number(key, default=every))
+        is_full = {str(index) for index in range(every - 1, n_layers, every)}
+    return ["full" if str(index) in is_full else between for index in range(n_layers)]
 
 
 def _kind(word: str) -> str:

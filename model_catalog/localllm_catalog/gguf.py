@@ -13,13 +13,12 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from urllib.parse import urlsplit, urlunsplit
 
+from localllm_catalog.byte_sources import ByteSource, FileSource, OpenSource
 from localllm_catalog.errors import BadHeaderError
+from localllm_catalog.names import split_parts
 from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
-from localllm_catalog.remote import ByteSource, open_source
 
 # Real headers: 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, up to 2,000 tensors.
 MAX_HEADER_BYTES = 64 << 20
@@ -37,7 +36,7 @@ _MAX_DIMS = 4
 # https://github.com/ikawrakow/ik_llama.cpp ggml/include/ggml.h: its own types begin far behind llama.cpp's.
 _OF_IK_LLAMA = range(97, 400)
 
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_U64 = struct.Struct("<Q")
 _SCALARS: dict[int, struct.Struct] = {
     type_id: struct.Struct("<" + code) for type_id, code in enumerate(("B", "b", "H", "h", "I", "i", "f", "B"))
 } | {10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d")}
@@ -69,6 +68,11 @@ class TensorInfo:
     @property
     def n_elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_expert(self) -> bool:
+        """True of routed experts' weights, of which a token reads those it is sent to."""
+        return "_exps." in self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +107,24 @@ class GgufHeader:
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
-def read(source: str | os.PathLike[str], headers: Mapping[str, str] | None = None) -> GgufHeader:
-    """The header of a local .gguf or an http(s) URL; from any one split, all of them.
+def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) -> GgufHeader:
+    """The header of a .gguf, a path's or whatever `open_source` reads; from any one split, all of them.
 
     Raises BadHeaderError for a damaged, hostile or unsupported file (message says which part), SourceError when it or
     one of its splits cannot be reached.
     """
-    first = _read_one(open_source(source, headers))
+    name, opened = os.fspath(source), open_source or FileSource
+    first = _read_one(opened(name))
     count = first.integer("split.count", 1)
     if count <= 1:
         return first
-    return _read_splits(os.fspath(source), first, count, headers)
+    return _read_splits(name, first, count, opened)
 
 
-def peek(source: str | os.PathLike[str], headers: Mapping[str, str] | None = None) -> tuple[Mapping[str, Value], int]:
+def peek(path: str | os.PathLike[str]) -> tuple[Mapping[str, Value], int]:
     """The first keys of a GGUF, up to its tokenizer, and how many tensors this one file holds: what tells kinds of files
     apart, at the cost of a read. Raises as `read` does."""
-    cursor = _Cursor(open_source(source, headers))
+    cursor = _Cursor(FileSource(os.fspath(path)))
     _, n_tensors, n_keys = _preamble(cursor)
     metadata: dict[str, Value] = {}
     for _ in range(n_keys):
@@ -132,34 +137,24 @@ def peek(source: str | os.PathLike[str], headers: Mapping[str, str] | None = Non
 
 # --- splits ---------------------------------------------------------------------------------------------------------
 
-_SPLIT_NAME = re.compile(r"(?P<stem>[^/\\]+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<ending>\.gguf)", re.IGNORECASE)
-
 
 def split_names(name: str, count: int) -> list[str]:
     """All file names of a split model, from any one of them. BadHeaderError if the name does not fit the count."""
-    match = _SPLIT_NAME.fullmatch(name)
-    if not 1 < count <= MAX_SPLITS or match is None or int(match["count"]) != count or ".." in match["stem"]:
+    parts = split_parts(name)
+    if not 1 < count <= MAX_SPLITS or len(parts) != count or ".." in name or {"/", "\\"} & set(name):
         raise BadHeaderError(
             f"the header says {count} splits, which the file name {name!r} does not",
             "keep the names the files were published under (…-00001-of-00003.gguf)",
         )
-    return [f"{match['stem']}-{index:05d}-of-{count:05d}{match['ending']}" for index in range(1, count + 1)]
+    return parts
 
 
-def _siblings(source: str, count: int) -> list[str]:
-    if source.startswith(("http://", "https://")):
-        parts = urlsplit(source)
-        folder, _, name = parts.path.rpartition("/")
-        return [urlunsplit(parts._replace(path=f"{folder}/{sibling}")) for sibling in split_names(name, count)]
-    path = Path(source)
-    return [str(path.with_name(sibling)) for sibling in split_names(path.name, count)]
-
-
-def _read_splits(source: str, given: GgufHeader, count: int, headers: Mapping[str, str] | None) -> GgufHeader:
-    names = _siblings(source, count)
+def _read_splits(source: str, given: GgufHeader, count: int, open_source: OpenSource) -> GgufHeader:
+    own_name = re.split(r"[/\\]", source)[-1]
+    names = [source.removesuffix(own_name) + sibling for sibling in split_names(own_name, count)]
     parts = []
     for index, name in enumerate(names):
-        part = given if name == source else _read_one(open_source(name, headers))
+        part = given if name == source else _read_one(open_source(name))
         if part.integer("split.no") != index or part.integer("split.count", 1) != count:
             raise BadHeaderError(f"{name} is not split {index + 1} of {count}", "download it again")
         parts.append(part)
@@ -225,23 +220,23 @@ class _Cursor:
         if count * each > self.limit - self.position:
             raise self.too_long(f"{count} {what}")
 
+    def take(self, count: int, what: str) -> bytes:
+        """The next `count` bytes."""
+        buffer, index = self.need(count, what)
+        self.position += count
+        return buffer[index : index + count]
+
     def u32(self, what: str) -> int:
-        buffer, index = self.need(4, what)
-        self.position += 4
-        return int(_U32.unpack_from(buffer, index)[0])
+        return int.from_bytes(self.take(4, what), "little")
 
     def u64(self, what: str) -> int:
-        buffer, index = self.need(8, what)
-        self.position += 8
-        return int(_U64.unpack_from(buffer, index)[0])
+        return int.from_bytes(self.take(8, what), "little")
 
     def raw(self, limit: int, what: str) -> bytes:
         length = self.u64(what)
         if length > limit:
             raise BadHeaderError(f"{what} of {length} bytes is longer than {limit}")
-        buffer, index = self.need(length, what)
-        self.position += length
-        return buffer[index : index + length]
+        return self.take(length, what)
 
     def name(self, limit: int, what: str) -> str:
         try:
@@ -258,9 +253,7 @@ class _Cursor:
         if length > MAX_STRING_BYTES:  # a tokenizer.json kept whole, say: llama.cpp reads past it, and so do we
             self.position += length
             return ""
-        buffer, index = self.need(length, what)
-        self.position += length
-        data = buffer[index : index + length]
+        data = self.take(length, what)
         self.kept_string_bytes += len(data)
         if self.kept_string_bytes > MAX_KEPT_STRING_BYTES:
             raise BadHeaderError(f"more than {MAX_KEPT_STRING_BYTES >> 20} MiB of text in the metadata")
@@ -316,10 +309,10 @@ def _parse(cursor: _Cursor) -> GgufHeader:
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
-    buffer, index = cursor.need(8, "the magic number")
-    if buffer[index : index + 4] != b"GGUF":
-        raise _no_gguf(buffer[index : index + 8])
-    cursor.position += 4
+    start = cursor.take(8, "the magic number")
+    if start[:4] != b"GGUF":
+        raise _no_gguf(start)
+    cursor.position -= 4
     version = cursor.u32("the version")
     if version not in (2, 3):
         if version and not version & 0xFFFF:
@@ -392,9 +385,7 @@ def _scalar(key: str, type_id: int) -> struct.Struct:
 
 def _numbers(cursor: _Cursor, key: str, type_id: int, count: int) -> tuple[Scalar, ...]:
     packing = _scalar(key, type_id)
-    buffer, index = cursor.need(packing.size * count, key)
-    cursor.position += packing.size * count
-    values = struct.unpack_from(f"<{count}{packing.format[-1]}", buffer, index)
+    values = struct.unpack(f"<{count}{packing.format[-1]}", cursor.take(packing.size * count, key))
     if type_id == _BOOL:
         if any(value > 1 for value in values):
             raise BadHeaderError(f"{key} is a truth value other than 0 and 1")
@@ -411,14 +402,7 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
     type_id, offset = cursor.u32(name), cursor.u64(name)
     kind = GGUF_TYPE_BY_ID.get(type_id)
     if kind is None:
-        if type_id in REMOVED_TYPE_IDS:
-            raise BadHeaderError(f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file")
-        if type_id in _OF_IK_LLAMA:
-            raise BadHeaderError(
-                f"{name} is in a format of ik_llama.cpp's (type {type_id})",
-                "run it with that program, or take another quant",
-            )
-        raise BadHeaderError(f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it")
+        raise _unknown_type(name, type_id)
     elements = math.prod(shape)
     if not elements or elements >= 1 << 63:
         raise BadHeaderError(f"{name} has the impossible shape {shape}")
@@ -427,6 +411,15 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
     if offset % alignment:
         raise BadHeaderError(f"{name} starts at {offset}, off the alignment of {alignment}")
     return TensorInfo(name, shape, kind.name, offset, tensor_bytes(kind.name, elements))
+
+
+def _unknown_type(name: str, type_id: int) -> BadHeaderError:
+    if type_id in REMOVED_TYPE_IDS:
+        return BadHeaderError(f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file")
+    if type_id in _OF_IK_LLAMA:
+        hint = "run it with that program, or take another quant"
+        return BadHeaderError(f"{name} is in a format of ik_llama.cpp's (type {type_id})", hint)
+    return BadHeaderError(f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it")
 
 
 def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:

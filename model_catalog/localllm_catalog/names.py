@@ -27,6 +27,7 @@ _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
 # What file systems and this program take for something else than a part of a name.
 _NO_PART = frozenset("/\\:<>|?*")
 _MOST_PARTS, _MOST_PART_BYTES = 16, 255
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
 _QUANT = re.compile(
     r"(?:^|[^A-Za-z0-9])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[^A-Za-z0-9_]|$)",
     re.IGNORECASE,
@@ -85,6 +86,23 @@ def quant_of(name: str) -> str:
     """The quant a GGUF's name carries ("Q4_K_M", "UD-Q4_K_XL"), or "" if it says none."""
     found = _QUANT.findall(re.sub(r"(?i)\.gguf$", "", name))
     return re.sub("^FP", "F", str(found[-1]).upper()) if found else ""
+
+
+def split_of(name: str) -> tuple[str, int, int] | None:
+    """(stem, number, count) of a split GGUF's name ("m-00001-of-00003.gguf"), or None for a whole file."""
+    match = _SPLIT.fullmatch(name)
+    if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
+        return None
+    return match["stem"], int(match["no"]), int(match["count"])
+
+
+def split_parts(name: str) -> list[str]:
+    """The names of all parts of the split GGUF that `name` is one of; `name` alone for a whole file."""
+    found = split_of(name)
+    if found is None:
+        return [name]
+    stem, _, count = found
+    return [f"{stem}-{n:05d}-of-{count:05d}{name[-len('.gguf') :]}" for n in range(1, count + 1)]
 
 
 def bare(name: str) -> str:

@@ -12,10 +12,12 @@ import gguf as reference
 import numpy as np
 import pytest
 
+from localllm.library import transfer
+from localllm.library.hub import Patience
+from localllm.library.remote_header import HttpSource
 from localllm_catalog import catalog, gguf, shapes
 from localllm_catalog.errors import BadHeaderError, SourceError
 from localllm_catalog.from_gguf import model_from_gguf
-from localllm_catalog.remote import HttpSource
 
 from .conftest import RangeServer, gguf_header
 
@@ -317,6 +319,12 @@ def test_a_split_count_cannot_make_us_open_a_thousand_files(write_gguf: Write) -
 # --- over HTTP -------------------------------------------------------------------------------------------------------
 
 
+def read_url(url: str, sent: dict[str, str] | None = None) -> gguf.GgufHeader:
+    """The header of a file at an address, read as the library reads the hub's."""
+    with transfer.new_client(sent or {}, Patience(), url) as client:
+        return gguf.read(url, lambda address: HttpSource(client, address))
+
+
 def forty_gigabytes(folder: Path) -> Path:
     """A sparse file whose header is as large as the largest real ones: 262,144 tokens and 514,906 merges."""
     tensors = [(f"blk.{layer}.ffn_up.weight", (8192, 28_672), "Q8_0") for layer in range(162)]
@@ -334,7 +342,7 @@ def test_forty_gigabytes_are_understood_from_under_thirty_two_megabytes(tmp_path
     path = forty_gigabytes(tmp_path)
     assert os.stat(path).st_size > 40e9
     server = range_servers(tmp_path)
-    header = gguf.read(f"{server.url}/big.gguf")
+    header = read_url(f"{server.url}/big.gguf")
     assert header.weights_bytes > 40e9
     assert server.sent_bytes < 32e6
     assert server.sent_bytes < 0.01 * header.file_bytes
@@ -346,7 +354,7 @@ def test_forty_gigabytes_are_understood_from_under_thirty_two_megabytes(tmp_path
 def test_splits_are_read_over_http_too(write_gguf: Write, range_servers: Start, tmp_path: Path) -> None:
     splits(write_gguf)
     server = range_servers(tmp_path)
-    header = gguf.read(f"{server.url}/big-00002-of-00003.gguf")
+    header = read_url(f"{server.url}/big-00002-of-00003.gguf")
     assert len(header.tensors) == 3
     assert header.files[0] == f"{server.url}/big-00001-of-00003.gguf"
 
@@ -371,7 +379,7 @@ def test_a_server_that_misbehaves_gets_an_error_not_a_model(
     for name, value in flaw.items():
         setattr(server, name, value)
     with pytest.raises(SourceError, match=says):
-        gguf.read(f"{server.url}/{smollm2.name}")
+        read_url(f"{server.url}/{smollm2.name}")
     assert len(server.requests) < 12
 
 
@@ -380,15 +388,14 @@ def test_a_file_that_changes_between_ranges_is_noticed(tmp_path: Path, range_ser
     server = range_servers(tmp_path)
     server.new_etag_each_time = True
     with pytest.raises(SourceError, match="changed"):
-        gguf.read(f"{server.url}/big.gguf")
+        read_url(f"{server.url}/big.gguf")
 
 
 def test_a_token_follows_no_redirect_to_another_host(smollm2: Path, range_servers: Start) -> None:
     storage = range_servers(smollm2.parent)
     hub = range_servers(smollm2.parent)
     hub.redirect_to = f"{storage.url}/{smollm2.name}"
-    source = HttpSource(f"{hub.url}/x.gguf", {"Authorization": "Bearer secret"})
-    assert source.read(0, 4) == b"GGUF"
+    assert read_url(f"{hub.url}/x.gguf", {"Authorization": "Bearer secret"}).tensors == gguf.read(smollm2).tensors
     assert hub.requests[0][1]["Authorization"] == "Bearer secret"
     assert "Authorization" not in storage.requests[0][1]
     assert storage.requests[0][1]["Range"].startswith("bytes=0-")
@@ -396,7 +403,7 @@ def test_a_token_follows_no_redirect_to_another_host(smollm2: Path, range_server
 
 def test_a_dead_server_is_a_clear_error() -> None:
     with pytest.raises(SourceError) as caught:
-        gguf.read("http://127.0.0.1:9/none.gguf")
+        read_url("http://127.0.0.1:9/none.gguf")
     assert caught.value.hint
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from catalog.family_schema import ModelTable, SourceTable
 from localllm_catalog import build, catalog, check, shapes
 from localllm_catalog.errors import BadCatalogError
-from localllm_catalog.schema import ModelTable
 
 MINE = """
 family = "mine"
@@ -70,7 +70,18 @@ def test_the_models_people_ask_for_are_there(loaded: catalog.Catalog, model_id: 
     assert len(model.layers) > 8
 
 
-def test_the_schema_check_finds_nothing_to_complain_about(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("family", sorted(catalog.FAMILIES_DIR.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_family_is_written_as_the_schema_says(family: Path) -> None:
+    for table in catalog.read_family(family):
+        ModelTable.model_validate({key: value for key, value in table.items() if key != "_file"})
+
+
+def test_every_source_is_written_as_the_schema_says() -> None:
+    for table in catalog.read_sources().values():
+        SourceTable.model_validate(table)
+
+
+def test_the_check_finds_nothing_to_complain_about(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([]) == 0, capsys.readouterr().err
     assert "all consistent" in capsys.readouterr().out
 

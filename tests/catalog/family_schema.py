@@ -1,7 +1,4 @@
-"""What a family file may say, strictly: the written form of families/*.toml, as `localllm_catalog.check` wants it.
-
-Not used when the catalog is loaded: importing pydantic would cost every command more than reading all the families.
-"""
+"""What a shipped family file may say, strictly: the written form of families/*.toml and sources.toml."""
 
 from __future__ import annotations
 
@@ -106,35 +103,6 @@ class SamplingWithSource(SamplingTable):
     non_thinking: SamplingTable | None = None
 
 
-class ListedLayer(_Table):
-    """One layer, `times` in a row, in the words of types.Layer: as read from a file's header."""
-
-    times: Count
-    kind: Literal["full", "sliding", "mla", "recurrent", "none"]
-    n_kv_heads: int = 0
-    head_dim_k: int = 0
-    head_dim_v: int = 0
-    window: int = 0
-    mla_rank: int = 0
-    mla_rope_dim: int = 0
-    state_elements: int = 0
-    shares_kv: bool = False
-    n_heads: int = 0
-    ffn: Literal["dense", "experts", "both", "none"] = "dense"
-    intermediate: int = 0
-    mixer_params: int = 0
-    v_is_k: bool = False
-    index_dim: int = 0
-    per_sequence: bool = False
-
-
-class ListedLayers(_Table):
-    """Several layers that follow each other, all of them `times` over."""
-
-    times: Count
-    layers: Annotated[list[ListedLayer], Field(min_length=1)]
-
-
 class LookupTable(_Table):
     """Tables of which a token reads `rows` rows; `bits` a weight takes in the listed files."""
 
@@ -202,7 +170,7 @@ class ModelTable(_Table):
     context: Count
     tied: bool = False
     pattern: list[Text] = ["full"]
-    layer_list: list[ListedLayer | ListedLayers] = []
+    layer_list: list[dict[str, Any]] = []  # as read from a file's header; build.build_layers checks it
     sliding: Sliding | None = None
     full: Full | None = None
     shared_kv_layers: Count | None = None

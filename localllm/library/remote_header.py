@@ -1,0 +1,98 @@
+"""Reads the beginning of a model's file on the hub, range by range: what its header says, without its weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from localllm.errors import DownloadError
+from localllm.library import hub, transfer
+from localllm_catalog.byte_sources import ByteSource, OpenSource
+from localllm_catalog.errors import SourceError
+
+if TYPE_CHECKING:
+    import httpx
+
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
+
+
+@contextmanager
+def opener(*, anonymous: bool = False) -> Iterator[OpenSource]:
+    """What opens addresses of the hub's, as the user or, where the hub refuses his token, as nobody."""
+    patience = hub.Patience.from_environment()
+    with transfer.new_client(hub.headers(anonymous=anonymous), patience, hub.endpoint()) as client:
+        yield lambda url: HttpSource(client, url)
+
+
+class HttpSource(ByteSource):
+    """A file on a web server that answers range requests."""
+
+    chunk = 2 << 20
+
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        self.name = url
+        self.size = 0
+        self._client = client
+        self._etag = ""
+        self._first = self._fetch(0, self.chunk)
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset + length <= len(self._first):
+            return self._first[offset : offset + length]
+        return self._fetch(offset, length)
+
+    def _fetch(self, offset: int, length: int) -> bytes:
+        import httpx
+
+        data = bytearray()
+        wanted = {"Range": f"bytes={offset}-{offset + length - 1}"}
+        try:
+            with self._client.stream("GET", self.name, headers=wanted) as response:
+                expected = self._check(response, offset, length)
+                for block in response.iter_raw():
+                    data += block
+                    if len(data) > expected:
+                        break
+        except DownloadError as error:
+            raise SourceError(error.message, error.hint or "") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SourceError(
+                f"{self.name} cannot be read: {error}", "check the connection, or use --offline"
+            ) from error
+        if len(data) != expected:
+            raise SourceError(f"{self.name} sent {len(data)} bytes where {expected} were announced")
+        return bytes(data)
+
+    def _check(self, response: httpx.Response, offset: int, length: int) -> int:
+        """How many bytes are to come of an answer that is to our question; SourceError for any other."""
+        if response.is_error:
+            status = f"{response.status_code} {response.reason_phrase}"
+            raise SourceError(f"{self.name} answered {status}", _hint(response.status_code))
+        if response.status_code != 206:
+            raise SourceError(
+                f"{self.name} does not answer range requests (status {response.status_code})",
+                "download the file and give its path",
+            )
+        match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        if match is None:
+            raise SourceError(f"{self.name} answered a range request without a usable Content-Range")
+        first, last, total = (int(part) for part in match.groups())
+        if first != offset or last >= total or last != min(offset + length, total) - 1:
+            raise SourceError(
+                f"{self.name} answered bytes {first}-{last} of {total} when asked for {length} at {offset}"
+            )
+        etag = response.headers.get("ETag", "")
+        if self.size and (total != self.size or (etag and self._etag and etag != self._etag)):
+            raise SourceError(f"{self.name} changed while it was read", "try again")
+        self.size, self._etag = total, etag
+        return last - first + 1
+
+
+def _hint(status: int) -> str:
+    if status in (401, 403):
+        return "the repository may be gated: accept its licence on the hub and set HF_TOKEN"
+    if status == 404:
+        return "check the repository and file name"
+    return "try again later" if status == 429 or status >= 500 else ""
