@@ -34,3 +34,7 @@ class DecayedRatio:
     def rate(self, prior: float, weight: float) -> float:
         """The ratio, where `prior` counts as much as a total of `weight`."""
         return (self.part + prior * weight) / (self.total + weight)
+
+    def total_for(self, ratio: float, part: float) -> float:
+        """How much may be added to the total, where `part` is added too, for the ratio to be `ratio` at least."""
+        return (self.part + part) / ratio - self.total

@@ -31,10 +31,13 @@ _FIRST_SLICES, _FIRST_SHARE = 8, 0.5
 class ChunkedPrefill:
     """Prompts are read in the steps alone: the scheduler's chunks."""
 
+    # Whose prompt is read between the steps.
+    job: RunningRequest | None = None
+
     @property
     def busy(self) -> bool:
         """True while a prompt is read between the steps."""
-        return False
+        return self.job is not None
 
     def advance(
         self, running: Iterable[RunningRequest], slice_s: Callable[[], float], free_bytes: int | None
@@ -83,15 +86,9 @@ class SlicedPrefill(ChunkedPrefill):
     _runs: int = 0
     _refused: set[str] = field(default_factory=set)
 
-    @property
-    def busy(self) -> bool:
-        """True while a prompt is read between the steps."""
-        return self.job is not None
-
     def advance(
         self, running: Iterable[RunningRequest], slice_s: Callable[[], float], free_bytes: int | None
     ) -> tuple[RunningRequest, int] | None:
-        """See `ChunkedPrefill`."""
         if self.job is None:
             self._begin(running, free_bytes)
         job = self.job
@@ -167,7 +164,7 @@ class SlicedPrefill(ChunkedPrefill):
         except BackendFailure:
             self._refused.add(self.job.id)
             self._keep()
-            self._end()
+            self.close()
         return self._read - before
 
     def _yields_to(self, running: Iterable[RunningRequest]) -> bool:
@@ -189,7 +186,7 @@ class SlicedPrefill(ChunkedPrefill):
             self.job.n_kv = self._stop - left
             pieces += 1
             if not left:
-                self._end()
+                self.close()
             elif (self.clock() - begun) * (pieces + 1) / pieces > seconds:
                 break
 
@@ -204,20 +201,15 @@ class SlicedPrefill(ChunkedPrefill):
                 self.job.n_kv = self._stop - self._slices.join()
 
     def forget(self, job: RunningRequest, *, keep: bool) -> None:
-        """See `ChunkedPrefill`."""
         self._refused.discard(job.id)
         if job is self.job:
             if keep:
                 started, before = self.clock(), self._read
                 self._keep()
                 self.metrics.sliced_prefill(self._read - before, self.clock() - started)
-            self._end()
+            self.close()
 
     def close(self) -> None:
-        """Stop what is under way."""
-        self._end()
-
-    def _end(self) -> None:
         slices, self._slices, self.job = self._slices, None, None
         if slices is not None:
             slices.close()

@@ -11,11 +11,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from localllm.engine.messages import LoopLimits, Request, Timings, Usage
+from localllm.engine.messages import SAMPLING_RANGES, LoopLimits, Request, Timings, Usage
 from localllm.engine.sampling.grammar import Compilation
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from localllm.engine.tokens import Placed, Tokens
     from localllm_backends.contract import Backend
 
+# Of its sampling; its seed and biases are its client's business.
+_REPORTED = [name for name, allowed in SAMPLING_RANGES.items() if allowed.reported]
 # Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.
 State = Literal["waiting", "restoring", "running"]
 
@@ -168,6 +170,21 @@ class RunningRequest:
         if self.restoring is not None:
             self.restoring.close()
         self.restoring, self.state = None, "waiting"
+
+    def overview(self, state: str) -> dict[str, Any]:
+        """What it is and how far it is as plain values, without a word of its prompt."""
+        sampling = self.request.generation.sampling
+        return {
+            "number": self.number,
+            "tenant": self.tenant,
+            "state": state,
+            "prompt_tokens": self.n_prompt,
+            "processed_tokens": min(self.n_kv, self.n_prompt),
+            "cached_tokens": self.cached,
+            "generated_tokens": self.n_generated,
+            "max_tokens": self.max_tokens,
+            "sampling": {name: getattr(sampling, name) for name in _REPORTED},
+        }
 
     def usage(self) -> Usage:
         return Usage(

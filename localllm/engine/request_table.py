@@ -9,7 +9,7 @@ from typing import Any
 from localllm.engine.cache.matching import PrefixHistory
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.host.metrics import Metrics
-from localllm.engine.messages import SAMPLING_RANGES, Event, Failure, Finish, FinishReason, Prefill, Text
+from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
 from localllm.engine.prefill_slices import ChunkedPrefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Shares
@@ -18,8 +18,6 @@ from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import CannotRewindError
 
 _PREFILL_EVENT_S = 0.25
-# Of a job's sampling; its seed and biases are its client's business.
-_REPORTED = [name for name, allowed in SAMPLING_RANGES.items() if allowed.reported]
 
 
 @dataclass
@@ -64,17 +62,7 @@ class RequestTable:
         """Every job as plain values, without a word of its prompt: those that run in order of admission, then those
         that wait."""
         return [
-            {
-                "number": job.number,
-                "tenant": job.tenant,
-                "state": "waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode",
-                "prompt_tokens": job.n_prompt,
-                "processed_tokens": min(job.n_kv, job.n_prompt),
-                "cached_tokens": job.cached,
-                "generated_tokens": job.n_generated,
-                "max_tokens": job.max_tokens,
-                "sampling": {name: getattr(job.request.generation.sampling, name) for name in _REPORTED},
-            }
+            job.overview("waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode")
             for job in (*self.running.values(), *self.waiting.values())
         ]
 

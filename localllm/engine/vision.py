@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm import paths
+from localllm.engine.cache.eviction import StoredFile, files_to_remove
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant
 from localllm.engine.tokens import Placed, laid_out, split
@@ -176,13 +177,10 @@ class Encoder:
     def _make_room(self) -> None:
         """The longest unused files go where there are too many bytes of them."""
         assert self.folder is not None
-        files = sorted(self.folder.glob("*.image"), key=lambda f: f.stat().st_mtime)
-        held_bytes = sum(f.stat().st_size for f in files)
-        for file in files:
-            if held_bytes <= _FOLDER_BYTES:
-                return
-            held_bytes -= file.stat().st_size
-            file.unlink(missing_ok=True)
+        files = [StoredFile(f.stat().st_mtime_ns, f.stat().st_size, f) for f in self.folder.glob("*.image")]
+        excess_bytes = sum(file.size_bytes for file in files) - _FOLDER_BYTES
+        for file in files_to_remove(files, excess_bytes, time.time_ns())[0]:
+            file.path.unlink(missing_ok=True)
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")

@@ -62,7 +62,10 @@ def _taken_s(allowed: list[int]) -> float | None:
         return None
     # Guests are in `user` already.
     kinds = ("user", "nice", "system", "irq", "softirq", "steal")
-    return sum(float(getattr(t, kind, 0.0)) for t in times for kind in kinds) - time.process_time()
+    busy_s = 0.0
+    for kind in kinds:
+        busy_s += sum(getattr(t, kind, 0.0) for t in times)
+    return busy_s - time.process_time()
 
 
 _LOOK_S = 0.25

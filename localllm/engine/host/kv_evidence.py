@@ -93,8 +93,8 @@ class KvEvidence:
         self._kept = read(self._file, self._meaning)
         self._model = info.metadata.get("general.name", "") or info.description
         known = {*((f.k, f.v) for f in self._kept.found), *self._kept.without}
-        able = backend.capabilities.kv_types
-        self._left = [p for p in PAIRS if p not in known and all(kind in able for kind in p)]
+        able = set(backend.capabilities.kv_types)
+        self._left = [pair for pair in PAIRS if pair not in known and able.issuperset(pair)]
 
     def tick(self, rested_s: float, spare_bytes: int | None) -> bool:
         """Compute one piece; True while there is more to measure now. Nobody has asked for anything for `rested_s`;

@@ -159,7 +159,10 @@ def choose_lengths(
     none = [0] * n
     if not n:
         return none
-    ranked = sorted(((s, i) for i, c in enumerate(candidates) for s in c.survival if s > 0.0), key=lambda x: -x[0])
+    ranked: list[tuple[float, int]] = []
+    for i, candidate in enumerate(candidates):
+        ranked += [(s, i) for s in candidate.survival if s > 0.0]
+    ranked.sort(key=lambda chance: -chance[0])
     lengths, expected = list(none), [1.0] * n
     plain = cost(n)
     best, best_score = none, n * math.log(_WORTH)
@@ -251,22 +254,11 @@ class Acceptance:
         return [self.rate**k for k in range(1, length + 1)]
 
 
-class Gain:
-    """How much quicker one stream is with its drafts than without: over its last steps, as if it had decoded plainly before, or
-    (`whole`) over all of its own."""
-
-    def __init__(self, *, whole: bool = False) -> None:
-        before = 0.0 if whole else 1.0 / (1.0 - _GAIN_DECAY)
-        # Tokens, and the plain steps that they took.
-        self._brought = DecayedRatio(1.0 if whole else _GAIN_DECAY, before, before)
-
-    def observe(self, tokens: int, steps: float) -> None:
-        """A step brought `tokens` and took as long as so many plain ones."""
-        self._brought.add(tokens, steps)
-
-    def step_budget(self, least: float, tokens: int) -> float:
-        """How many plain steps the next one may take, if it brings `tokens`, for the gain to stay at `least`."""
-        return (self._brought.part + tokens) / least - self._brought.total
+def gain_lately() -> DecayedRatio:
+    """How much quicker one stream is with its drafts than without, in tokens and the plain steps that they took: over its last
+    steps, as if it had decoded plainly before. (Over all of its own steps it is a ratio without decay.)"""
+    before = 1.0 / (1.0 - _GAIN_DECAY)
+    return DecayedRatio(_GAIN_DECAY, before, before)
 
 
 # 64 is where llama.cpp's attention on a CPU begins to read the KV cache once for all rows: at depth 2,500 a token of 64 took

@@ -52,12 +52,12 @@ class MtpDrafter(Drafter):
         steps = max((min(len(d) + 1, length) for d, (_, length) in zip(drafts, jobs, strict=True)), default=0)
         if steps:
             self.record((self.clock() - started) / (1 if self.at_once else steps))
-        return {job.id: (self._to_the_end(draft), None) for (job, _), draft in zip(jobs, drafts, strict=True)}
-
-    def _to_the_end(self, draft: list[int]) -> list[int]:
-        """Nothing follows a token that ends the answer."""
-        end = next((i for i, token in enumerate(draft) if token in self._eog), len(draft))
-        return draft[: end + 1]
+        found: Drafts = {}
+        for (job, _), draft in zip(jobs, drafts, strict=True):
+            # Nothing follows a token that ends the answer.
+            end = next((i for i, token in enumerate(draft) if token in self._eog), len(draft))
+            found[job.id] = draft[: end + 1], None
+        return found
 
     def draft_once(self, sequence: int, token: int) -> None:
         self.backend.draft([(sequence, token, 1)])

@@ -84,9 +84,6 @@ class Lookup:
             # A client that sends the expected output says where to start.
             self._pointer = _Pointer(self._predicted, 0, _TRUSTED_MATCH, recent.generation)
 
-    def __len__(self) -> int:
-        return len(self._line)
-
     def advance(self, tokens: Seq[int]) -> None:
         """These tokens were emitted: learn from each whether it was foreseen, and move on."""
         for token in tokens:

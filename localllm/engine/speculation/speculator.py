@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from localllm import json_store
+from localllm.engine.averages import DecayedRatio
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation import DraftContext, Drafter, longest_draft, registered
@@ -18,10 +19,10 @@ from localllm.engine.speculation.controller import (
     Acceptance,
     CostProbe,
     DraftCandidate,
-    Gain,
     HitRates,
     StepCost,
     choose_lengths,
+    gain_lately,
 )
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm_backends.contract import BackendFailure
@@ -91,27 +92,27 @@ class _DraftState:
     back_offs: dict[str, _BackOff]
     drafter: str = ""
     stopped_at: int = -1
-    recent: Gain = field(default_factory=Gain)
-    whole: Gain = field(default_factory=lambda: Gain(whole=True))
+    recent: DecayedRatio = field(default_factory=gain_lately)
+    overall: DecayedRatio = field(default_factory=lambda: DecayedRatio(1.0))
     since_burst: int = _TRIED_EVERY
 
     def learn(self, tokens: int, steps: float) -> None:
         """A step brought `tokens` and took as long as so many plain ones."""
-        self.recent.observe(tokens, steps)
-        self.whole.observe(tokens, steps)
+        self.recent.add(tokens, steps)
+        self.overall.add(tokens, steps)
         self.since_burst = 0 if steps > _MOST_STEPS_UNEARNED else self.since_burst + 1
 
     def earned(self, tokens: int) -> float:
         """Plain steps that the next one may take, since it very likely brings `tokens`: this stream stays faster, lately or on
         the whole."""
-        return max(gain.step_budget(_EARNED_GAIN, tokens) for gain in (self.recent, self.whole))
+        return max(gain.total_for(_EARNED_GAIN, tokens) for gain in (self.recent, self.overall))
 
     def tried(self) -> float:
         """Plain steps that a draft may take that has not earned them: none until the last burst is long past, and no more than
         this stream can lose."""
         if self.since_burst < _TRIED_EVERY:
             return 0.0
-        return min(_MOST_STEPS_TRIED, _MOST_STEPS_LOST + self.whole.step_budget(_LEAST_GAIN, 1))
+        return min(_MOST_STEPS_TRIED, _MOST_STEPS_LOST + self.overall.total_for(_LEAST_GAIN, 1))
 
 
 @dataclass
@@ -280,7 +281,7 @@ class Speculator:
 
     def _affordable(self, job: RunningRequest, drafter: Drafter, most: int) -> int:
         """The longest draft up to `most` of which nothing may be right, and the stream keeps what it must."""
-        step_budget = _MOST_STEPS_TRIAL + self._states[job.id].whole.step_budget(_LEAST_GAIN, 1)
+        step_budget = _MOST_STEPS_TRIAL + self._states[job.id].overall.total_for(_LEAST_GAIN, 1)
         return next((n for n in range(most, 0, -1) if self._steps(drafter.name, n) <= step_budget), 0)
 
     def _speed(self, candidate: DraftCandidate, length: int) -> float:
