@@ -61,10 +61,10 @@ class Launchd:
 
     def state(self) -> State:
         """From `launchctl print`."""
-        said = self._ask("print", self._target, allowed=_NO_SUCH)
-        if said.code:
+        answer = self._ask("print", self._target, allowed=_NO_SUCH)
+        if answer.code:
             return State(installed=self.plist.exists(), detail="not loaded", at_login=self.plist.exists())
-        return parse_print(said.out)
+        return parse_print(answer.out)
 
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
         return self.log_file
@@ -74,10 +74,10 @@ class Launchd:
         return f"gui/{self.uid}/{LABEL}"
 
     def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> CommandResult:
-        said = self.call(["launchctl", *words])
-        if said.code and said.code not in allowed:
-            raise ServiceError(f"`launchctl {' '.join(words)}` failed ({said.code}): {said.text}")
-        return said
+        answer = self.call(["launchctl", *words])
+        if answer.code and answer.code not in allowed:
+            raise ServiceError(f"`launchctl {' '.join(words)}` failed ({answer.code}): {answer.text}")
+        return answer
 
 
 def agent(service: Service) -> str:

@@ -100,17 +100,17 @@ class Systemd:
 
     def _ask(self, *words: str, refused_by: tuple[int, ...] | None = None) -> CommandResult:
         """Run `systemctl --user`; `refused_by` is which exit codes are errors (None: all but 0)."""
-        said = self.call(["systemctl", "--user", *words])
-        if said.code == 127:
+        answer = self.call(["systemctl", "--user", *words])
+        if answer.code == 127:
             raise ServiceError("systemctl is not installed: this system has no systemd")
-        if "Failed to connect to bus" in said.text:
+        if "Failed to connect to bus" in answer.text:
             raise ServiceError(
-                f"systemd does not answer for this user: {said.text}",
+                f"systemd does not answer for this user: {answer.text}",
                 hint="log in as this user (not through su or sudo), or once: `sudo loginctl enable-linger $USER`",
             )
-        if said.code and refused_by is None:
-            raise ServiceError(f"`systemctl --user {' '.join(words)}` failed: {said.text}")
-        return said
+        if answer.code and refused_by is None:
+            raise ServiceError(f"`systemctl --user {' '.join(words)}` failed: {answer.text}")
+        return answer
 
 
 def service_unit(service: Service, *, backs_off: bool) -> str:
@@ -168,19 +168,19 @@ WantedBy=sockets.target
 
 
 def parse_show(text: str) -> State:
-    said = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-    result, status = said.get("Result", ""), _number(said.get("ExecMainStatus"))
-    words = [said.get("ActiveState", ""), f"({said['SubState']})" if said.get("SubState") else ""]
+    answer = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    result, status = answer.get("Result", ""), _number(answer.get("ExecMainStatus"))
+    words = [answer.get("ActiveState", ""), f"({answer['SubState']})" if answer.get("SubState") else ""]
     return State(
-        installed=said.get("LoadState") not in (None, "", "not-found"),
-        running=said.get("ActiveState") in ("active", "reloading"),
+        installed=answer.get("LoadState") not in (None, "", "not-found"),
+        running=answer.get("ActiveState") in ("active", "reloading"),
         detail=" ".join([w for w in words if w] + ([result] if result not in ("", "success") else [])),
-        pid=_number(said.get("MainPID")) or None,
-        since=said.get("ActiveEnterTimestamp", ""),
-        restarts=_number(said.get("NRestarts")),
+        pid=_number(answer.get("MainPID")) or None,
+        since=answer.get("ActiveEnterTimestamp", ""),
+        restarts=_number(answer.get("NRestarts")),
         last_exit=status,
-        memory_bytes=_number(said.get("MemoryCurrent")),
-        at_login=said.get("UnitFileState") == "enabled" if said.get("UnitFileState") else None,
+        memory_bytes=_number(answer.get("MemoryCurrent")),
+        at_login=answer.get("UnitFileState") == "enabled" if answer.get("UnitFileState") else None,
     )
 
 

@@ -59,18 +59,18 @@ class WindowsTasks:
 
     def state(self) -> State:
         """From PowerShell's ScheduledTasks."""
-        said = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _ASK_STATE)
-        return parse_state(said.out)
+        answer = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _ASK_STATE)
+        return parse_state(answer.out)
 
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
         return self.log_file
 
     def _ask(self, *words: str) -> CommandResult:
-        said = self.call(words)
-        if said.code:
+        answer = self.call(words)
+        if answer.code:
             shown = " ".join(words[:4])
-            raise ServiceError(f"`{shown}` failed ({said.code}): {said.text}")
-        return said
+            raise ServiceError(f"`{shown}` failed ({answer.code}): {answer.text}")
+        return answer
 
 
 def task(service: Service, user: str) -> str:
@@ -101,8 +101,8 @@ def task(service: Service, user: str) -> str:
 def parse_state(text: str) -> State:
     """State from the JSON that `_ASK_STATE` prints. Raises ServiceError for anything else."""
     try:
-        said = json.loads(text)
-        state, code = str(said.get("state", "")), said.get("result")
+        answer = json.loads(text)
+        state, code = str(answer.get("state", "")), answer.get("result")
     except (ValueError, AttributeError) as e:
         raise ServiceError(f"PowerShell's answer can't be read: {text.strip()[:200]}") from e
     if not state:
@@ -111,7 +111,7 @@ def parse_state(text: str) -> State:
         installed=True,
         running=state == "Running",
         detail=state,
-        since=str(said.get("since", "")),
+        since=str(answer.get("since", "")),
         last_exit=None if code in _NO_EXIT_CODE else code,
         at_login=state != "Disabled",
     )

@@ -89,7 +89,8 @@ class SecurityGate:
         if scope["path"] in _OPEN_PATHS:
             return None
         account = self._caller(headers)
-        if not scope.get(ADMIT, _always)():
+        admit = scope.get(ADMIT)  # None: it came by no connection of ours
+        if admit is not None and not admit():
             raise BusyError("this server has as many connections as it takes")
         return account
 
@@ -178,11 +179,6 @@ def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
     length = headers.get(b"content-length")
     empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
     return (kind in (b"", _FORM) and not _from_page(headers)) or (kind == b"" and empty)
-
-
-def _always() -> bool:
-    """For requests that come by no connection of ours."""
-    return True
 
 
 def _from_page(headers: dict[bytes, bytes]) -> bool:

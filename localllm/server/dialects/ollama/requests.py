@@ -15,7 +15,6 @@ from localllm.conversation.messages import normalise
 from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
 from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
-from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import (
     Budget,
@@ -29,8 +28,7 @@ from localllm.server.dialects.fields import (
 )
 from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, cut, numbers
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.job import GenerationJob
-from localllm.server.generation.prompt import ResponseOptions, text_job
+from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.models.router import ServedModel
 
 # Go durations (1h30m, 300ms, -1m), or a number of seconds.
@@ -201,12 +199,6 @@ def _chat_request(
         parse_special=bool(fields.parse_special),
     )
     return ChatRequest(messages, fields.generation(default), options, compaction=bool(fields.truncate))
-
-
-async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClient) -> GenerationJob:
-    """The generation job of a raw prompt, or of one with a suffix."""
-    generation = fields.generation(model.sampling)
-    return await text_job(engine, [fields.prompt], generation, fields.constraint(), suffix=fields.suffix)
 
 
 class OllamaEmbed(RequestBody):

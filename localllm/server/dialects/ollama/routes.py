@@ -33,6 +33,7 @@ from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import PreloadRequest, Route, mount, post
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
+from localllm.server.generation.prompt import text_job
 from localllm.server.http.accounts import admins_only
 from localllm.server.http.asgi import answer_headers, ignored_header
 from localllm.server.http.json_body import read_json
@@ -151,10 +152,11 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | 
         return _preload(fields, model, shape)
     task: ChatRequest | JobFactory
     if fields.untemplated:
-        fields.constraint()
+        grammar = fields.constraint()
 
         async def raw(engine: EngineClient) -> GenerationJob:
-            return await requests.raw_job(fields, model, engine)
+            generation = fields.generation(model.sampling)
+            return await text_job(engine, [fields.prompt], generation, grammar, suffix=fields.suffix)
 
         task = raw
     else:

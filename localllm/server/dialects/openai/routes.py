@@ -25,7 +25,7 @@ from localllm.server.serving import Server
 # `runs_on` of a model of this server.
 HERE = "this server"
 # Fields taken over from an upstream's list.
-_TOLD = ("created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta")
+_LISTED = ("created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta")
 # Codex has long instructions for OpenAI's models and none for ours. Short, as a local context is small.
 _INSTRUCTIONS = """\
 You are a coding agent in the Codex CLI. You work in the user's own files, in the directory named in the environment context.
@@ -84,11 +84,11 @@ def entry(model: ServedModel) -> dict[str, Any]:
 
 def remote_entry(model: RemoteModel) -> dict[str, Any]:
     """An upstream's model: that server's facts under our name, and the server's name, never its address."""
-    told = {k: model.facts[k] for k in _TOLD if k in model.facts}
-    context = told.get("context_length") or told.get("max_model_len")
+    listed = {k: model.facts[k] for k in _LISTED if k in model.facts}
+    context = listed.get("context_length") or listed.get("max_model_len")
     return {
         "created": 0,
-        **told,
+        **listed,
         "id": model.name,
         "object": "model",
         "owned_by": model.upstream.name,

@@ -89,10 +89,10 @@ class Forks:
                 tasks = [group.create_task(ask(*asked)) for asked in zip(jobs, prompts, counts, strict=True)]
         except* Exception as failures:
             raise failures.exceptions[0] from None
-        told = [task.result() for task in tasks]
-        computed += sum(_computed(usage) for _, usage in told)
-        whole = shared + sum(len(p) - shared for p in prompts)
-        return [found for found, _ in told], Spent(whole, max(0, whole - computed), len(prompts))
+        answers = [task.result() for task in tasks]
+        computed += sum(_computed(usage) for _, usage in answers)
+        total = shared + sum(len(p) - shared for p in prompts)
+        return [found for found, _ in answers], Spent(total, max(0, total - computed), len(prompts))
 
     async def _labelled(
         self, texts: Callable[[Sequence[str]], list[str]], n: int
@@ -122,9 +122,9 @@ class Forks:
         """The one token that each label is behind this prompt; None for one that is more, or changes the prompt's end."""
         found: list[int | None] = []
         for label in labels:
-            whole = await self._tokens(replace(job, prompt=f"{job.prompt} {label}"))
-            single = whole[:-1] == prompt and whole[-1] not in found
-            found.append(whole[-1] if single else None)
+            tokens = await self._tokens(replace(job, prompt=f"{job.prompt} {label}"))
+            single = tokens[:-1] == prompt and tokens[-1] not in found
+            found.append(tokens[-1] if single else None)
         return found
 
     async def _tokens(self, job: GenerationJob) -> list[int]:
