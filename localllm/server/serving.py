@@ -23,7 +23,7 @@ from localllm.server.generation.image_fetching import ImageFetcher
 from localllm.server.generation.job import GenerationJob, PrefillProgress, ReplyCollector, ReplyUsage, ReplyWriter
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
-from localllm.server.http.asgi import IGNORED, ignored_header, request_id
+from localllm.server.http.asgi import IGNORED, answer_headers, ignored_header, request_id
 from localllm.server.http.json_body import worked
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import KeptStreams, Outbox, StreamResponse, unless_left
@@ -86,7 +86,7 @@ class Server:
         """A streaming response; loading, templating and queueing happen inside it, after the headers. `kept`: the key under
         which it outlives its client, and what tells its request from others under that key."""
         progress = PrefillProgress()
-        headers = {**request_id(), **ignored_header(translated.ignored)}
+        headers = answer_headers(translated.ignored)
         # A kept stream's events are numbered as they are written: besides there are comments only.
         keepalive = translated.keepalive if translated.keepalive and kept is None else dialect.keepalive
 
@@ -108,7 +108,7 @@ class Server:
                 media_type=dialect.media_type,
                 keepalive=progress_frame,
                 frame_error=translated.frame_error or dialect.frame_error,
-                headers=lambda: headers,
+                headers=headers,
             )
 
         if kept is None:

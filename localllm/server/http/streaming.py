@@ -84,7 +84,7 @@ class StreamResponse(Response):
     """An ASGI response fed by `produce(outbox)`, which writes frames and raises on failure.
 
     An error before the first frame and within the grace period becomes an HTTP status with a JSON body, a later one the
-    last frame. `headers` is called once, when they are sent. `keepalive` makes keep-alive frames (b"" for none).
+    last frame. `headers` are those of the moment when they are sent. `keepalive` makes keep-alive frames (b"" for none).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StreamResponse(Response):
         media_type: str,
         keepalive: Callable[[], bytes],
         frame_error: Callable[[LocalLLMError], bytes],
-        headers: Callable[[], Mapping[str, str]] = dict,
+        headers: Mapping[str, str],
     ) -> None:
         super().__init__()
         self._produce = produce
@@ -122,7 +122,7 @@ class StreamResponse(Response):
 
     async def _stream(self, outbox: Outbox, scope: Scope, send: Send) -> None:
         fixed = {"content-type": self._media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**fixed, **self._more_headers()}.items()]
+        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**fixed, **self._more_headers}.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         # Middleware only looks at the headers, and they have been sent.
         send = scope.get(OWN_SEND, send)

@@ -249,7 +249,7 @@ def _managing(router: APIRouter, server: Server) -> None:
             media_type=_OLLAMA.media_type,
             keepalive=lambda: b"",
             frame_error=lines.frame_error,
-            headers=lambda: headers,
+            headers=headers,
         )
 
     async def delete(request: Request) -> Response:
