@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; 
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chat test quick profile replay snapshots test-long test-oldest test-clean test-vulkan check unit format bench peers docs release clean help
+.PHONY: chat screen test quick profile replay snapshots test-long test-oldest test-clean test-vulkan check unit format bench peers docs release clean help
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ profile: $(VENV)/.dev ## where the time of an engine's step goes, on an emulated
 
 snapshots: $(VENV)/.dev ## draw the pictures of the chat's screens anew (look at the difference before you commit it)
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/tui/test_snapshots.py $(ARGS)
+
+screen: $(VENV)/.dev ## open the chat on scripted data (ARGS=/models: another screen)
+	@PYTHONPATH=tests $(BIN)/python -m tui.open_screen $(ARGS)
 
 test-long: $(VENV)/.dev ## run the tests that are too long for every run, and new examples of the others
 	LOCALLLM_TEST_EXAMPLES=new $(BIN)/python -m pytest -m "long or hypothesis" $(ARGS)

@@ -29,7 +29,7 @@ def test_plans_change_with_every_request() -> None:
     small = service.plan(PlanRequest(machine="M4 Max 128GB", memory_gb=8))
     assert all(o.plan["memory"]["total_bytes"] <= 8 * 2**30 for o in small.choices)
     soon = service.plan(PlanRequest(machine="M4 Max 128GB", longest_wait_s=2))
-    assert soon.n_too_slow == len(usual.choices) - len(soon.choices) > 0
+    assert len(soon.too_slow) == len(usual.choices) - len(soon.choices) > 0
     assert all(o.wait_s <= 2 for o in soon.choices)
     assert any("KV cache" in line for line in service.explain(PlanRequest(machine="M4 Max 128GB"), first.ref, 80))
     with pytest.raises(LocalLLMError):

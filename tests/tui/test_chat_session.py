@@ -109,7 +109,7 @@ def test_any_turn_has_versions_and_what_followed_each_comes_back(session: Sessio
     changed = session.ask("A", instead=first)
     assert [t.content for t in session.turns] == ["A"]
     _answered(session, "three")
-    assert session.request() == [{"role": "user", "content": "A"}]
+    assert session.context_to(session.last_question) == [{"role": "user", "content": "A"}]
     assert session.place(changed) == (2, 2)
     session.other_version(changed, -1)
     assert [t.content for t in session.turns] == ["a", "one", "b", "two"]
@@ -183,13 +183,13 @@ def test_a_retry_is_asked_without_the_answer_it_replaces(session: Session) -> No
     answer = session.answer()
     answer.add("a")
     answer.finish({})
-    assert session.request() == [{"role": "user", "content": "q"}]
+    assert session.context_to(session.last_question) == [{"role": "user", "content": "q"}]
 
 
 def test_unanswered_questions_are_sent_as_one(session: Session) -> None:
     session.ask("first")
     session.ask("second")
-    assert session.request() == [{"role": "user", "content": "first\n\nsecond"}]
+    assert session.context_to(session.last_question) == [{"role": "user", "content": "first\n\nsecond"}]
 
 
 def test_a_changed_question_keeps_its_files(session: Session, history: History) -> None:

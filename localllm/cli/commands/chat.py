@@ -164,7 +164,8 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         else:
             session = Session(history, name, conv_id=resume, system=system)
             session.ask(question, asked.attached)
-            ask_once(client, name, session.request(), session.answer())
+            answer = session.answer()
+            ask_once(client, name, answer.messages, answer)
         return
     assert history is not None
     nothing_to_continue = asked.continues and last is None

@@ -185,6 +185,16 @@ def code_blocks(markdown: str) -> list[str]:
     return [found.content.rstrip("\n") for found in MarkdownIt("gfm-like").parse(markdown) if found.type == "fence"]
 
 
+def code_block(markdown: str, number: int | None, whose: str) -> tuple[str, str]:
+    """The code block of this number (None: the last), and what it is in words. Raises UsageError where `whose` has no such block."""
+    blocks = code_blocks(markdown)
+    at = len(blocks) if number is None else number
+    if not 1 <= at <= len(blocks):
+        not_that = f", not {at}" if blocks and number is not None else ""
+        raise UsageError(f"{whose} has {len(blocks)} code blocks{not_that}")
+    return blocks[at - 1], f"code block {at} of {len(blocks)}"
+
+
 def fenced(name: str, body: str) -> str:
     """A file's text as a named Markdown code block, its fence longer than any inside; an image as a Markdown image."""
     if is_image(body):

@@ -12,7 +12,7 @@ from localllm.errors import UsageError
 from localllm_tui.control import import_export, sampling, shell
 from localllm_tui.control.attachments import (
     check_room,
-    code_blocks,
+    code_block,
     fenced,
     is_image,
     read_folder,
@@ -35,10 +35,6 @@ async def new(chat: ChatController, _: str) -> None:
     await chat.open(Session(chat.history, chat.model, system=system))
     if system:
         await chat.face.show_note("the system prompt is kept, and shown at the top: /system - removes it")
-
-
-async def list_conversations(chat: ChatController, words: str) -> None:
-    await chat.face.choose(words)
 
 
 async def find_in_conversation(chat: ChatController, words: str) -> None:
@@ -76,7 +72,7 @@ async def retry(chat: ChatController, name: str) -> None:
     await chat.answer_again(model=name)
 
 
-async def continue_answer(chat: ChatController, _: str) -> None:
+async def continue_answer(chat: ChatController, _: str = "") -> None:
     """Continue an answer that was stopped, cut at its limit or broken off."""
     await chat.stop_answer()
     await chat.answer_again(continues=True)
@@ -140,23 +136,11 @@ async def copy(chat: ChatController, what: str) -> None:
         return
     if kind != "code" or (number and not number.strip().isdigit()):
         raise UsageError(f"/copy {what} is not known", hint="use /copy, /copy code or /copy code 2")
-    blocks = code_blocks(answer)
-    at = int(number) if number else len(blocks)
-    if not 1 <= at <= len(blocks):
-        raise UsageError(f"the last answer has {len(blocks)} code blocks" + (f", not {at}" if number else ""))
-    chat.face.copy(blocks[at - 1], f"code block {at} of {len(blocks)}")
+    chat.face.copy(*code_block(answer, int(number) if number else None, "the last answer"))
 
 
-async def save(chat: ChatController, name: str) -> None:
-    """Write the conversation to a new file: JSON for a name that ends in .json, else Markdown."""
-    await _save(chat, name, mode="x")
-
-
-async def save_over(chat: ChatController, name: str) -> None:
-    await _save(chat, name, mode="w")
-
-
-async def _save(chat: ChatController, name: str, mode: str) -> None:
+async def save(chat: ChatController, name: str, mode: str = "x") -> None:
+    """Write the conversation to a file, a new one ("x") or in place of what is there ("w"): as its name ends, else Markdown."""
     if not name:
         raise UsageError("/save needs a file name", hint="for example /save chat.md")
     path = Path(name).expanduser()
@@ -325,15 +309,6 @@ async def switch_tools(chat: ChatController, what: str) -> None:
     await chat.face.show_note(chat.tools.said() + (asks if chat.tools.names else ""))
 
 
-async def use_own_engine(chat: ChatController, _: str) -> None:
-    """/own: load the model in this chat, after its server went away."""
-    await chat.use_own_engine()
-
-
-async def quit_chat(chat: ChatController, _: str) -> None:
-    await chat.leave()
-
-
 async def run_on_turn(chat: ChatController, what: str, turn: StoredMessage, argument: int = 0) -> None:
     """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
     stopped = what not in ("copy", "code") and await chat.stop_answer()
@@ -349,14 +324,6 @@ async def _edit(chat: ChatController, turn: StoredMessage, _: int) -> None:
     chat.edit(turn)
 
 
-async def _again(chat: ChatController, turn: StoredMessage, _: int) -> None:
-    await chat.answer_again(turn)
-
-
-async def _more(chat: ChatController, turn: StoredMessage, _: int) -> None:
-    await chat.answer_again(turn, continues=True)
-
-
 async def _version(chat: ChatController, turn: StoredMessage, step: int) -> None:
     chat.session.other_version(turn, step)
     await chat.face.redraw()
@@ -367,10 +334,7 @@ async def _copy(chat: ChatController, turn: StoredMessage, _: int) -> None:
 
 
 async def _code(chat: ChatController, turn: StoredMessage, number: int) -> None:
-    blocks = code_blocks(turn.content)
-    if not 1 <= number <= len(blocks):
-        raise UsageError(f"this turn has {len(blocks)} code blocks" + (f", not {number}" if blocks else ""))
-    chat.face.copy(blocks[number - 1], f"code block {number} of {len(blocks)}")
+    chat.face.copy(*code_block(turn.content, number, "this turn"))
 
 
 async def _branch(chat: ChatController, turn: StoredMessage, _: int) -> None:
@@ -385,6 +349,7 @@ async def _remove(chat: ChatController, turn: StoredMessage, _: int) -> None:
 
 
 _DONE: dict[str, Callable[[ChatController, StoredMessage, int], Awaitable[None]]] = {
-    "edit": _edit, "again": _again, "more": _more, "version": _version, "copy": _copy, "code": _code,
+    "edit": _edit, "again": lambda chat, turn, _: chat.answer_again(turn),
+    "more": lambda chat, turn, _: chat.answer_again(turn, continues=True), "version": _version, "copy": _copy, "code": _code,
     "branch": _branch, "remove": _remove,
 }  # fmt: skip

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from localllm.errors import LocalLLMError, UsageError
@@ -54,7 +55,7 @@ async def _list_commands(chat: ChatController, _: str) -> None:
 COMMANDS = (
     Command("new", actions.new, "start a new conversation", palette="New conversation"),
     Command(
-        "list", actions.list_conversations, "the panel of conversations: search them, open one at a turn", "[WORDS]",
+        "list", lambda chat, words: chat.face.choose(words), "the panel of conversations: search them, open one at a turn", "[WORDS]",
         "Find a conversation", ("history", "chats"), keys="ctrl+o", label="Ctrl+O",
     ),
     Command(
@@ -92,7 +93,7 @@ COMMANDS = (
     ),
     Command(
         "save", actions.save, "write the conversation to a file: Markdown, HTML or JSON (/save! overwrites)",
-        "FILE.md|.html|.json", insist=actions.save_over
+        "FILE.md|.html|.json", insist=partial(actions.save, mode="w")
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
     Command("import", actions.import_from, "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
@@ -125,7 +126,7 @@ COMMANDS = (
         "Models", screen="models:open_models", plain=False, keys="f4", label="F4",
     ),
     Command(
-        "own", actions.use_own_engine, "load the model in this chat, when the server it is attached to went away", "",
+        "own", lambda chat, _: chat.use_own_engine(), "load the model in this chat, when the server it is attached to went away", "",
         "Load the model in this chat", plain=False,
     ),
     Command(
@@ -136,7 +137,7 @@ COMMANDS = (
         "help", _list_commands, "show all commands and keys", "", "Keys and commands", ("?",), screen="dialogs:open_help",
         keys="f1", label="F1",
     ),
-    Command("quit", actions.quit_chat, "leave; everything is kept", aliases=("exit", "q")),
+    Command("quit", lambda chat, _: chat.leave(), "leave; everything is kept", aliases=("exit", "q")),
 )  # fmt: skip
 # The ids of commands with a key, for [chat_keys] in config.toml.
 KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.keys)

@@ -90,10 +90,6 @@ class PlanList:
     too_slow: tuple[PlanChoice, ...] = ()
     accounts: tuple[str, ...] = ()
 
-    @property
-    def n_too_slow(self) -> int:
-        return len(self.too_slow)
-
 
 @dataclass(frozen=True, slots=True)
 class InstalledModel:

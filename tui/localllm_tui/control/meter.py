@@ -141,6 +141,7 @@ class StatusFigures:
 
     @classmethod
     def of(cls, model: str, n_ctx: int | None, meta: dict[str, Any], used: int) -> StatusFigures:
+        """From what the history keeps with an answer, or of one on its way."""
         return cls(
             model,
             meta.get("tok_s"),
@@ -150,12 +151,6 @@ class StatusFigures:
             meta.get("cached_tokens"),
             meta.get("drafted_share"),
         )
-
-    @classmethod
-    def so_far(cls, model: str, n_ctx: int | None, meter: AnswerMeter, used_before: int) -> StatusFigures:
-        """From an answer on its way; `used_before`: the context in use when it was asked for."""
-        used = meter.used or used_before + meter.tokens  # until the server counts
-        return cls(model, meter.tok_s, meter.ttft_s, used, n_ctx, meter.usage.cached if meter.usage else None)
 
 
 def status_text(n: StatusFigures, width: int) -> str:

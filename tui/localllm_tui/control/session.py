@@ -167,35 +167,22 @@ class Session:
             except HistoryError:
                 self.tree.replace(old, meta=meta)  # what is sent next must not wait for the disk
 
-    def request(self) -> list[dict[str, str]]:
-        """What to send so that the last question is answered (an answer after it is left out).
+    def context_to(self, turn: StoredMessage) -> list[dict[str, str]]:
+        """The messages up to a turn and with it: what to send so that a question is answered, or an answer goes on.
 
         Questions that got no answer are joined with the next: many templates insist on alternating roles. Those that
         failed are left out, so that one question too long does not spoil what comes after it.
         """
-        return self.request_for(self.last_question)
-
-    def request_for(self, asked: StoredMessage) -> list[dict[str, str]]:
-        """The messages to send so that this question is answered."""
-        before = self._before(asked)
-        return self._messages([*(t for t in self.sent_turns if t.id in before), asked])
+        before = self._before(turn)
+        return self._messages([*(t for t in self.sent_turns if t.id in before), turn])
 
     def _before(self, turn: StoredMessage) -> set[int]:
-        before: set[int] = set()
-        for t in self.turns:
-            if t.id == turn.id:
-                break
-            before.add(t.id)
-        return before
+        ids = [t.id for t in self.turns]
+        return set(ids[: ids.index(turn.id)] if turn.id in ids else ids)
 
     def context(self) -> list[dict[str, str]]:
         """The messages of the conversation as the model gets them, the last answer included."""
         return self._messages(self.sent_turns)
-
-    def context_to(self, turn: StoredMessage) -> list[dict[str, str]]:
-        """The same, up to a turn and with it."""
-        before = self._before(turn)
-        return self._messages([*(t for t in self.sent_turns if t.id in before), turn])
 
     def would_send(
         self,
@@ -350,9 +337,7 @@ class PendingAnswer:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        if self._begun is not None:
-            return self.session.context_to(self._begun)
-        return self.session.request_for(self.question)
+        return self.session.context_to(self._begun or self.question)
 
     def add(self, text: str = "", reasoning: str = "") -> None:
         """Take a new piece, and write if the last write is SAVE_EVERY_S ago."""

@@ -129,12 +129,12 @@ class ChatFrames:
     def show_numbers(self) -> None:
         chat, session, counted = self._chat, self._chat.session, self._counter.cost.conversation
         if chat.streaming is not None:
-            n = StatusFigures.so_far(chat.model, chat.n_ctx, chat.streaming.meter, session.used_tokens)
+            meter = chat.streaming.meter
+            meta, used = meter.meta(), meter.used or session.used_tokens + meter.tokens  # until the server counts
         else:
-            answer = session.last_answer
+            meta = session.last_answer.meta if session.last_answer is not None else {}
             used = session.used_tokens if session.counted or counted is None else counted
-            n = StatusFigures.of(chat.model, chat.n_ctx, answer.meta if answer else {}, used)
-        self._screen.query_one(StatusLine).show(n)
+        self._screen.query_one(StatusLine).show(StatusFigures.of(chat.model, chat.n_ctx, meta, used))
         self.show_head()
         if self._screen.query_one(GlassPanel).wanted:
             self._screen.query_one(GlassPanel).show(chat.physics, chat.speed, chat.loading_words)

@@ -475,7 +475,7 @@ def _memory_words(gb: int) -> str:
 def _summary(planned: PlanList | None) -> str:
     if planned is None:
         return "planning …"
-    slow = f", {planned.n_too_slow} answer too late" if planned.n_too_slow else ""
+    slow = f", {len(planned.too_slow)} answer too late" if planned.too_slow else ""
     others = "".join(f", {n} {why}" for why, n in planned.left_out.items())
     return f"{len(planned.choices)} fit{others}{slow} · {planned.machine}"
 

@@ -15,7 +15,7 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
-from localllm_tui.control.attachments import code_blocks
+from localllm_tui.control.attachments import code_block
 from localllm_tui.messages import CopyWanted
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRow, MarkdownRows
@@ -146,9 +146,7 @@ class GrowingText(Widget):
 
     def action_copy_code(self, number: int) -> None:
         """Copy the code block of this number."""
-        blocks = code_blocks(self.source)
-        if 1 <= number <= len(blocks):
-            self.post_message(CopyWanted(blocks[number - 1], f"code block {number} of {len(blocks)}"))
+        self.post_message(CopyWanted(*code_block(self.source, number, "this turn")))
 
     def action_link(self, address: str) -> None:
         """Open a link, if it is a web page: a model may write any address, and some start programs."""
