@@ -44,7 +44,7 @@ def test_recommend_reads_only_what_it_needs() -> None:
 def test_the_chats_first_paint_waits_for_no_other_screen() -> None:
     script = "import sys, localllm_tui.app; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    later = [f"localllm_tui.screens.{name}" for name in ("files", "dialogs", "picker", "models")]
+    later = [f"localllm_tui.screens.{name}" for name in ("picking", "dialogs", "picker", "models")]
     assert [name for name in ("pydantic", "typer", "numpy", *later) if name in modules] == []
 
 

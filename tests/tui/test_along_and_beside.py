@@ -18,8 +18,7 @@ from localllm_tui.control import commands, shell
 from localllm_tui.control.attachments import MOST_OF_A_FOLDER, files_and_folders, read_folder
 from localllm_tui.control.import_export import to_html
 from localllm_tui.control.session import Session
-from localllm_tui.screens.compare import CompareScreen
-from localllm_tui.screens.dialogs import Approval
+from localllm_tui.screens.dialogs import Approval, CompareScreen
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 from tui.test_images import PIXEL

@@ -10,7 +10,7 @@ from localllm_tui.control.session import Session
 from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.screens.turn_window import TURNS_SHOWN
 from localllm_tui.widgets.transcript import TurnView
-from localllm_tui.widgets.turns import EarlierTurns
+from localllm_tui.widgets.turns import HiddenTurns
 from tui.conftest import Driver
 
 
@@ -174,6 +174,6 @@ def test_of_two_thousand_turns_those_on_screen_are_drawn(drive: Any, history: Hi
         await d.send("/continue")
         await d.until(lambda: bool(d.app.page.transcript.views) and "turn 2000" in d.screen())
         assert len(d.app.page.transcript.views) == TURNS_SHOWN
-        assert d.app.page.transcript.query_one(EarlierTurns)
+        assert d.app.page.transcript.query_one(HiddenTurns)
 
     drive(play, size=(120, 40))

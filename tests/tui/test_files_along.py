@@ -9,7 +9,7 @@ import pytest
 from textual import events
 
 from localllm_tui.control.attachments import dropped_files, files_below
-from localllm_tui.screens.files import FilePicker
+from localllm_tui.screens.picking import FilePicker
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 

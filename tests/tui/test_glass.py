@@ -15,7 +15,7 @@ from localllm.device.probes.power import PowerUse
 from localllm_tui.control.client import AnswerDone, AnswerTimings, AnswerUsage, ChatClient
 from localllm_tui.control.meter import PACES, AnswerMeter
 from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, headline, panel_lines, sparkline
-from localllm_tui.widgets.glass import GlassPanel
+from localllm_tui.widgets.figures import GlassPanel
 from support.examples import examples
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer

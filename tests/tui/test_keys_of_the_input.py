@@ -15,7 +15,7 @@ from textual.widgets import Input, OptionList
 
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
-from localllm_tui.screens.asked import AskedPicker
+from localllm_tui.screens.picking import AskedPicker
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 from tui.test_chat_command import Terminal, pty, terminal

@@ -34,11 +34,10 @@ from localllm_tui.control.keys import (
     hints,
 )
 from localllm_tui.screens.chat import ChatScreen
-from localllm_tui.screens.compare import CompareScreen
-from localllm_tui.screens.dialogs import Approval, GlassScreen, HelpScreen
-from localllm_tui.screens.files import FilePicker
+from localllm_tui.screens.dialogs import Approval, CompareScreen, GlassScreen, HelpScreen
 from localllm_tui.screens.models import ModelsScreen
 from localllm_tui.screens.picker import ConversationPicker
+from localllm_tui.screens.picking import FilePicker
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.slider import Slider
 from localllm_tui.widgets.transcript import Transcript

@@ -70,7 +70,7 @@ COMMANDS = (
         ("regenerate",)),
     Command(
         "compare", None, "see the versions of the last answer side by side", "", "Compare answers",
-        screen="compare:open_compare", plain=False,
+        screen="dialogs:open_compare", plain=False,
     ),
     Command("more", actions.continue_answer, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
     Command(
@@ -106,7 +106,7 @@ COMMANDS = (
     Command("save-prompt", actions.save_prompt, "keep a prompt under a name: the text, or the last question", "NAME [TEXT]"),
     Command(
         "asked", None, "search what was asked before, in any conversation, and ask it again", "[WORDS]", "Earlier questions",
-        screen="asked:open_asked", plain=False, keys="ctrl+r", label="Ctrl+R",
+        screen="picking:open_asked", plain=False, keys="ctrl+r", label="Ctrl+R",
     ),
     Command(
         "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor", screen="beside:open_editor", plain=False,

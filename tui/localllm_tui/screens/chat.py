@@ -39,15 +39,13 @@ from localllm_tui.messages import (
     TurnClicked,
 )
 from localllm_tui.screens.background import TokenCounter, start
-from localllm_tui.screens.found_turns import FoundTurns
 from localllm_tui.screens.frames import ChatFrames
 from localllm_tui.screens.selected_turn import SelectedTurn
-from localllm_tui.screens.turn_window import TurnWindow
+from localllm_tui.screens.turn_window import FoundTurns, TurnWindow
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.composer import Composer
-from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
+from localllm_tui.widgets.figures import LEAST_COLUMNS, GlassPanel, HeadLine, StatusLine
 from localllm_tui.widgets.slash_menu import SlashMenu
-from localllm_tui.widgets.status import HeadLine, StatusLine
 from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import ChatNote, ErrorNote, FirstRunPage, QuestionView
 
@@ -260,7 +258,7 @@ class ChatScreen(Screen[None]):
     # -- files ----------------------------------------------------------------------------------------------------
 
     async def on_files_wanted(self) -> None:
-        from localllm_tui.screens.files import FilePicker
+        from localllm_tui.screens.picking import FilePicker
 
         def chosen(path: Path | None) -> None:
             if path is not None:

@@ -17,12 +17,10 @@ from localllm_tui.control.meter import StatusFigures
 from localllm_tui.control.physics import headline
 from localllm_tui.control.terminal import one_line
 from localllm_tui.screens.background import TokenCounter
-from localllm_tui.screens.found_turns import FoundTurns
-from localllm_tui.screens.turn_window import TURNS_SHOWN, TurnWindow
+from localllm_tui.screens.turn_window import TURNS_SHOWN, FoundTurns, TurnWindow
 from localllm_tui.widgets.composer import Composer
-from localllm_tui.widgets.glass import GlassPanel
+from localllm_tui.widgets.figures import GlassPanel, HeadLine, StatusLine
 from localllm_tui.widgets.line_filters import title as frame_title
-from localllm_tui.widgets.status import HeadLine, StatusLine
 from localllm_tui.widgets.transcript import Transcript
 
 # Narrower, the line above the conversation has no room for what a token costs.

@@ -12,8 +12,8 @@ from localllm.errors import LocalLLMError
 from localllm_tui.control import command_actions
 from localllm_tui.control.chat import ChatController
 from localllm_tui.messages import TurnAsked
-from localllm_tui.screens.found_turns import FoundTurns
 from localllm_tui.screens.frames import ChatFrames
+from localllm_tui.screens.turn_window import FoundTurns
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.transcript import Transcript, TurnView
 

@@ -1,4 +1,4 @@
-"""Which turns of a conversation are on screen: each is a widget tree, and a hundred take seconds to lay out."""
+"""Which turns of a conversation are on screen (a hundred would take seconds to lay out), and what was searched for in them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from contextlib import suppress
 
 from textual.widget import Widget
 
-from localllm.conversation.history import ConversationSummary, StoredMessage
+from localllm.conversation.history import ConversationSummary, History, StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control import wording
+from localllm_tui.control import command_actions, wording
 from localllm_tui.control.chat import ChatController
+from localllm_tui.control.formatting import elide
 from localllm_tui.control.interfaces import is_here
+from localllm_tui.control.terminal import one_line
 from localllm_tui.widgets.transcript import Transcript, TurnView
-from localllm_tui.widgets.turns import UNANSWERED, ChatNote, EarlierTurns, FirstRunPage, LaterTurns, view_of
+from localllm_tui.widgets.turns import UNANSWERED, ChatNote, FirstRunPage, HiddenTurns, view_of
 
 EARLIER_SHOWN = 3
 # A long conversation opens with its newest turns.
@@ -78,7 +80,7 @@ class TurnWindow:
         if not self._turns:
             return self._welcome()
         if self.last is not None:
-            return [LaterTurns(len(self._turns) - self.last)]
+            return [HiddenTurns(len(self._turns) - self.last, 1)]
         return [ChatNote(UNANSWERED)] if self._chat.session.unanswered else []
 
     def _welcome(self) -> list[Widget]:
@@ -102,7 +104,8 @@ class TurnWindow:
         await self.ensure_shown(turn_id)
         views = self._transcript.views
         after = next((i + 1 for i, v in enumerate(views) if v.turn_id == turn_id), len(views))
-        await self._remove_all_but([*self._transcript.query(EarlierTurns), *views[:after]])
+        above = self._transcript.children[:1] if self._first else []
+        await self._remove_all_but([*above, *views[:after]])
         self.last = None
 
     async def show_later(self) -> None:
@@ -124,7 +127,7 @@ class TurnWindow:
         transcript.release()
         transcript.following = False
         top = next(iter(transcript.views), None)
-        await transcript.query(EarlierTurns).remove()
+        await transcript.query_one(HiddenTurns).remove()
         await transcript.mount_all(self._views(self._turns[self._first : end]), before=0)
         await self._mount_earlier()
         if top is not None:
@@ -133,4 +136,55 @@ class TurnWindow:
 
     async def _mount_earlier(self) -> None:
         if self._first:
-            await self._transcript.mount(EarlierTurns(self._first), before=0)
+            await self._transcript.mount(HiddenTurns(self._first, -1), before=0)
+
+
+HITS = 2_000
+
+
+class FoundTurns:
+    """Marks the words in the transcript, and goes from hit to hit."""
+
+    def __init__(self, chat: ChatController, transcript: Transcript, window: TurnWindow) -> None:
+        self._chat, self._transcript, self._window = chat, transcript, window
+        self._words = ""
+        self._ids: list[int] = []  # the turns that have them, oldest first
+
+    def clear(self) -> None:
+        self._mark("", [])
+
+    def _mark(self, words: str, ids: list[int]) -> None:
+        self._words, self._ids = words, ids
+        self._transcript.search(words)
+
+    def search(self, history: History, conversation_id: str, words: str) -> None:
+        """Mark the words, and go to the first hit of the selected turn."""
+        hits = history.search(words, limit=HITS)
+        self._mark(words, sorted(h.message_id for h in hits if h.conversation_id == conversation_id))
+        self._enter(1)
+
+    def _enter(self, step: int) -> None:
+        self._transcript.call_after_refresh(self._transcript.show_found, step, entering=True)
+
+    def words_at(self, turn_id: int) -> str:
+        """Which of the hits this turn is, in words; "" for none."""
+        if turn_id not in self._ids:
+            return ""
+        at = f"{self._ids.index(turn_id) + 1} of {len(self._ids)}"
+        return f"found “{elide(one_line(self._words), 30)}”: turn {at}"
+
+    async def show_next(self, turn_id: int, step: int) -> bool:
+        """Go to the next hit (-1: the one before): in this turn, else in the next that has one, on whichever branch. False where
+        nothing was searched for."""
+        if not self._ids or self._transcript.show_found(step):
+            return bool(self._ids)
+        at = (self._ids.index(turn_id) + step) % len(self._ids) if turn_id in self._ids else 0
+        words, ids = self._words, self._ids
+        view = self._window.view(ids[at])
+        if view is not None:
+            self._transcript.select(view)
+        elif self._chat.session.id is not None:
+            await command_actions.resume(self._chat, self._chat.session.id, ids[at])
+        self._mark(words, ids)  # to open a conversation ends a search
+        self._enter(step)
+        return True

@@ -55,18 +55,20 @@ class QuestionView(TurnView):
             yield Static("not answered, and left out of what the model gets", classes="note", markup=False)
 
 
-class EarlierTurns(Static):
-    """Stands for the turns before the first one shown."""
+class HiddenTurns(Static):
+    """Stands for the turns before the first one shown (`step` -1), or after the last."""
 
     DEFAULT_CSS = """
-    EarlierTurns { padding: 0 2; color: $hint; margin-top: 1; }
+    HiddenTurns { padding: 0 2; color: $hint; margin-top: 1; }
     """
 
-    def __init__(self, hidden: int) -> None:
-        super().__init__(f"▴ {hidden:,} earlier turns: PageUp at the top shows more", markup=False)
+    def __init__(self, hidden: int, step: int) -> None:
+        said = "▴ {:,} earlier turns: PageUp at the top" if step < 0 else "▾ {:,} later turns: PageDown at the end"
+        super().__init__(f"{said.format(hidden)} shows more", markup=False)
+        self.step = step
 
     def on_click(self) -> None:
-        self.post_message(MoreTurnsWanted(-1))
+        self.post_message(MoreTurnsWanted(self.step))
 
 
 class ChatNote(Vertical):
@@ -105,20 +107,6 @@ class ErrorNote(Vertical):
             yield Static(f"Hint: {hint}", markup=False)
         if way_on:
             yield Static(way_on, markup=False)
-
-
-class LaterTurns(Static):
-    """Stands for the turns after the last one shown."""
-
-    DEFAULT_CSS = """
-    LaterTurns { padding: 0 2; color: $hint; margin-top: 1; }
-    """
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__(f"▾ {hidden:,} later turns: PageDown at the end shows more", markup=False)
-
-    def on_click(self) -> None:
-        self.post_message(MoreTurnsWanted(1))
 
 
 def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionView | AnswerView:
