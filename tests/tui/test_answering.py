@@ -10,7 +10,8 @@ import pytest
 from localllm.conversation.history import History, HistoryError, StoredMessage
 from localllm.errors import BusyError
 from localllm_tui.control.answering import AnswerStream
-from localllm_tui.control.client import (
+from localllm_tui.control.session import PendingAnswer, Session
+from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerUsage,
     MessagesLeftOut,
@@ -20,7 +21,6 @@ from localllm_tui.control.client import (
     TextDelta,
     WaitNote,
 )
-from localllm_tui.control.session import PendingAnswer, Session
 
 
 class Page:

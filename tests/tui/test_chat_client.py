@@ -13,14 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import ContextLengthError, LocalLLMError, WorkerDiedError
-from localllm_tui.control.client import (
+from localllm_tui.control.client import ChatClient, ListedModel, ServerUnreachableError
+from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerUsage,
-    ChatClient,
-    ListedModel,
     PromptProgress,
     ReasoningDelta,
-    ServerUnreachableError,
     TextDelta,
     WaitNote,
 )

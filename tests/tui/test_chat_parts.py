@@ -13,10 +13,12 @@ from rich.cells import cell_len
 from localllm.errors import ContextLengthError, UsageError
 from localllm_tui.control import commands
 from localllm_tui.control.attachments import check_room, read_text
-from localllm_tui.control.client import AnswerUsage
 from localllm_tui.control.commands import command_section, section_text
 from localllm_tui.control.formatting import ago, bar, elide, how_many
 from localllm_tui.control.meter import AnswerMeter, StatusFigures, status_text
+from localllm_tui.control.stream_events import (
+    AnswerUsage,
+)
 from localllm_tui.control.terminal import printable
 from support.pdfs import needs_pdf, pdf
 

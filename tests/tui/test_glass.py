@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 
 from localllm.cli.chat.own_server import background_server
 from localllm.device.probes.power import PowerUse
-from localllm_tui.control.client import AnswerDone, AnswerTimings, AnswerUsage, ChatClient
+from localllm_tui.control.client import ChatClient
 from localllm_tui.control.meter import PACES, AnswerMeter
 from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, headline, panel_lines, sparkline
+from localllm_tui.control.stream_events import (
+    AnswerDone,
+    AnswerTimings,
+    AnswerUsage,
+)
 from localllm_tui.widgets.figures import GlassPanel
 from support.examples import examples
 from tui.conftest import Driver

@@ -18,8 +18,9 @@ from localllm.plain_output import obeyed
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.chat import ChatController, ChatOptions, Face
+from localllm_tui.control.chat import ChatController, ChatOptions
 from localllm_tui.control.client import ChatClient
+from localllm_tui.control.face import Face
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import copy_with_tool, printable
 
@@ -27,7 +28,7 @@ FOUND_SHOWN = 20
 
 
 class LineFace(Face):
-    """A chat on standard output and error; implements control.chat.Face."""
+    """A chat on standard output and error; implements control.face.Face."""
 
     full_screen = False
     option, after_error = "--plain", ""

@@ -9,7 +9,11 @@ from typing import Any, Protocol
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control.client import (
+from localllm_tui.control.interfaces import EnergyUse
+from localllm_tui.control.meter import AnswerMeter
+from localllm_tui.control.physics import AnswerSpeed
+from localllm_tui.control.session import PendingAnswer
+from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerTimings,
     AnswerUsage,
@@ -21,10 +25,6 @@ from localllm_tui.control.client import (
     ToolResult,
     WaitNote,
 )
-from localllm_tui.control.interfaces import EnergyUse
-from localllm_tui.control.meter import AnswerMeter
-from localllm_tui.control.physics import AnswerSpeed
-from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.terminal import printable
 
 # Less than this is prefilled again with every question: the end of the last answer, what the template changes.

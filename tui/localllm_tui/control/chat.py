@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import titles, wording
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream, UnsavedAnswers
-from localllm_tui.control.client import ChatClient, ListedModel, StreamEvent, ToolCall
+from localllm_tui.control.client import ChatClient, ListedModel
+from localllm_tui.control.face import Face
 from localllm_tui.control.interfaces import (
     EnergyMeter,
     EngineFactory,
@@ -28,6 +29,10 @@ from localllm_tui.control.meter import UnsentMessage, check_fits
 from localllm_tui.control.model_list import FirstRun, Pulls
 from localllm_tui.control.physics import AnswerSpeed, ModelPhysics
 from localllm_tui.control.session import PendingAnswer, Session
+from localllm_tui.control.stream_events import (
+    StreamEvent,
+    ToolCall,
+)
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tools
 
@@ -62,93 +67,6 @@ class ChatOptions:
     first_run: bool = False
     tools: tuple[ToolHost, ...] = ()
     energy: Callable[[], EnergyMeter] | None = None
-
-
-class Face(Protocol):
-    """How a chat looks: what it calls to show itself and to ask. What a face need not do ends here with a return.
-
-    `full_screen`: figures of the model are shown, and what is typed stays in the input until its question is stored.
-    `wants_energy`: the panel that shows an answer's joules is open.
-    """
-
-    full_screen: bool
-
-    @property
-    def wants_energy(self) -> bool:
-        return False
-
-    async def show_note(self, text: str, *, markdown: bool = False) -> None:
-        """Show what is no part of the conversation."""
-
-    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
-        """Show an error; `way_on`: what the user can do now."""
-
-    def notify(
-        self,
-        message: str,
-        *,
-        title: str = "",
-        severity: Literal["information", "warning", "error"] = "information",
-        timeout: float | None = None,
-        markup: bool = False,
-    ) -> None:
-        """Say in passing what happened beside the conversation."""
-
-    def changed(self, *, recount: bool = False) -> None:
-        """Something about the chat is different; `recount`: what was counted of the conversation no longer holds."""
-        return
-
-    async def show_session(self, at: int, before: str | None) -> None:
-        """Show the chat's session in place of the conversation `before`, at the turn of this id (0: its end)."""
-
-    async def redraw(self) -> None:
-        """Show the branch that the session shows now."""
-
-    async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
-        """Show a new question; `edited`: the turn is another version of an earlier one."""
-        return
-
-    async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
-        """Make what shows an answer as it comes; `again`: in place of what follows its question."""
-
-    async def end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
-        """Show how an answer ended."""
-
-    def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
-        """Show which version of its turn an answer is, once it is stored."""
-        return
-
-    def submit_queued(self, text: str) -> None:
-        """Submit a question that waited for the answer, if it is still what is typed."""
-        return
-
-    async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
-        """Let the user pick a conversation, or a turn of this one, searching for `words`, and open it."""
-
-    async def approve(self, about: str, *said: str) -> bool:
-        """Ask the user whether what is `said` may be done; `about` names it."""
-
-    def edit(self, turn: StoredMessage) -> None:
-        """Let the user change the text of `turn`."""
-
-    async def write(self, text: str) -> None:
-        """Have `text` as what is typed; ask it where nothing typed can be changed."""
-
-    def show_attached(self, name: str) -> None: ...
-
-    def copy(self, text: str, what: str) -> None:
-        """Put `text` on the clipboard, and say so."""
-
-    def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
-        """Run this beside the conversation, in place of the rest of its group; only a face with a full screen need do so."""
-        return
-
-    async def run_on_screen(self, name: str, argument: str) -> bool:
-        """Do a command in the face's own way; False where it has none."""
-
-    async def close(self) -> None:
-        """End the face: the chat is left."""
-        return
 
 
 class ChatController:
@@ -223,6 +141,13 @@ class ChatController:
     async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
         self._last_error = error
         await self.face.trouble(error, way_on)
+
+    async def reporting(self, what: Awaitable[object]) -> None:
+        """Do this, or say why not."""
+        try:
+            await what
+        except LocalLLMError as e:
+            await self.trouble(e)
 
     # -- questions and answers ------------------------------------------------------------------------------------
 

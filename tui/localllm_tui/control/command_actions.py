@@ -190,7 +190,7 @@ async def attach(chat: ChatController, name: str) -> None:
         _, why_not = await chat.client.counted(chat.model, [{"role": "user", "content": fenced(name, text)}])
         if why_not:
             raise UsageError(f"{one_line(name)} can't go along: {why_not}", hint="another model may read it: /model")
-    attach_text(chat, name, text)
+    await attach_text(chat, name, text)
 
 
 async def _attach_folder(chat: ChatController, folder: Path) -> None:
@@ -206,7 +206,7 @@ async def _attach_folder(chat: ChatController, folder: Path) -> None:
     )
 
 
-def attach_text(chat: ChatController, name: str, text: str) -> None:
+async def attach_text(chat: ChatController, name: str, text: str) -> None:
     """Attach a text to the next question. Raises ContextLengthError for one that can't fit."""
     check_room([*chat.attached, (name, text)], chat.n_ctx)
     chat.attach(name, text)
@@ -260,7 +260,7 @@ async def run_shell(chat: ChatController, command: str) -> None:
     chat.runs_commands = True
     said = await shell.output_of(command)
     await chat.face.show_note(fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True)
-    attach_text(chat, f"$ {one_line(command)}", said)
+    await attach_text(chat, f"$ {one_line(command)}", said)
 
 
 async def save_prompt(chat: ChatController, what: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import UsageError
 from localllm_tui.control import command_actions as actions
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.keys import APP, CHAT, COMPOSER, KEYS, MODELS, SLIDER, TURN, label_of, remapped
@@ -180,12 +180,13 @@ async def submit(chat: ChatController, text: str) -> None:
 
 async def run_and_report(chat: ChatController, name: str, argument: str) -> None:
     """Do what a command says, in the face's own way where it has one, or say why not."""
-    try:
-        if not await chat.face.run_on_screen(name, argument):
-            await run(chat, name, argument)
-    except LocalLLMError as e:
-        await chat.trouble(e)
+    await chat.reporting(_run_somehow(chat, name, argument))
     chat.face.changed()
+
+
+async def _run_somehow(chat: ChatController, name: str, argument: str) -> None:
+    if not await chat.face.run_on_screen(name, argument):
+        await run(chat, name, argument)
 
 
 async def run(chat: ChatController, name: str, argument: str) -> None:

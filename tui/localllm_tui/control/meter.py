@@ -23,9 +23,12 @@ from localllm_tui.control.attachments import (
     read_text,
     with_files,
 )
-from localllm_tui.control.client import AnswerUsage, ChatClient
+from localllm_tui.control.client import ChatClient
 from localllm_tui.control.formatting import BAR_CELLS, bar, elide, span
 from localllm_tui.control.session import Session
+from localllm_tui.control.stream_events import (
+    AnswerUsage,
+)
 from localllm_tui.control.terminal import one_line
 
 _GAP = "  "

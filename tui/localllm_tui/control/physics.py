@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.formatting import gb, mb
-from localllm_tui.control.client import AnswerTimings, AnswerUsage
 from localllm_tui.control.formatting import bar
+from localllm_tui.control.stream_events import (
+    AnswerTimings,
+    AnswerUsage,
+)
 from localllm_tui.control.terminal import printable
 
 

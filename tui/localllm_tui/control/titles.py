@@ -6,9 +6,12 @@ import re
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control.client import ChatClient, TextDelta
+from localllm_tui.control.client import ChatClient
 from localllm_tui.control.formatting import TITLE_CHARS
 from localllm_tui.control.session import Session
+from localllm_tui.control.stream_events import (
+    TextDelta,
+)
 from localllm_tui.control.terminal import printable
 
 _ASK = "Give this conversation a title of two to six words. Answer with the title alone, without quotes."

@@ -8,8 +8,16 @@ from contextlib import aclosing
 from typing import Any
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm_tui.control.client import AnswerDone, ChatClient, StreamEvent, TextDelta, ToolCall, ToolResult, WaitNote
+from localllm_tui.control.client import ChatClient
 from localllm_tui.control.interfaces import ToolHost, ToolSpec
+from localllm_tui.control.stream_events import (
+    AnswerDone,
+    StreamEvent,
+    TextDelta,
+    ToolCall,
+    ToolResult,
+    WaitNote,
+)
 from localllm_tui.control.terminal import printable
 
 # The most rounds of tool calls within one answer.

@@ -194,15 +194,9 @@ class InlineFace(LineFace):
         self._start(commands.submit(self.chat, text))
 
     def _start(self, what: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.ensure_future(self._reporting(what))
+        task = asyncio.ensure_future(self.chat.reporting(what))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _reporting(self, what: Coroutine[Any, Any, object]) -> None:
-        try:
-            await what
-        except LocalLLMError as e:
-            await self.chat.trouble(e)
 
     # -- the lines below ----------------------------------------------------------------------------------------------
 

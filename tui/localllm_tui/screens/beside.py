@@ -14,7 +14,7 @@ from typing import Any
 from textual.app import SuspendNotSupported
 from textual.screen import Screen
 
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import UsageError
 from localllm_tui.control import command_actions
 from localllm_tui.control.chat import ChatController
 from localllm_tui.widgets.composer import Composer
@@ -56,9 +56,6 @@ async def run_beside(_: Screen[Any], chat: ChatController, command: str) -> None
     """/run, !COMMAND: beside what else goes on, until it ends or Esc stops it."""
 
     async def work() -> None:
-        try:
-            await command_actions.run_shell(chat, command)
-        except LocalLLMError as e:
-            await chat.trouble(e)
+        await chat.reporting(command_actions.run_shell(chat, command))
 
     chat.face.run_beside(work, "shell")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -39,6 +37,7 @@ from localllm_tui.messages import (
     TurnClicked,
 )
 from localllm_tui.screens.background import TokenCounter, start
+from localllm_tui.screens.choices import Choices
 from localllm_tui.screens.frames import ChatFrames
 from localllm_tui.screens.selected_turn import SelectedTurn
 from localllm_tui.screens.turn_window import FoundTurns, TurnWindow
@@ -49,10 +48,6 @@ from localllm_tui.widgets.slash_menu import SlashMenu
 from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import ChatNote, ErrorNote, FirstRunPage, QuestionView
 
-# Dialogs are imported when they open: the first paint does not wait for them.
-if TYPE_CHECKING:
-    from localllm_tui.screens.picker import TurnPlace
-
 STATUS_EVERY_S = 0.2
 # A number with nothing after it for so long is a key, and not the beginning of a message.
 NUMBER_KEY_S = 0.6
@@ -61,7 +56,7 @@ LONG_S = 10.0
 
 
 class ChatScreen(Screen[None]):
-    """Implements control.chat.Face. `copy` writes the system's clipboard; `typed` was typed before there was an input."""
+    """Implements control.face.Face. `copy` writes the system's clipboard; `typed` was typed before there was an input."""
 
     DEFAULT_CSS = """
     ChatScreen { layout: vertical; }
@@ -79,6 +74,7 @@ class ChatScreen(Screen[None]):
         self._counter = TokenCounter(self, self._count, self._show_all)
         self._frames = ChatFrames(self, chat, self._counter, self._window, self._found)
         self._selected = SelectedTurn(self, chat, self.transcript, self._found, self._frames)
+        self._choices = Choices(self, chat, self._found)
         self._drafts = Drafts(options.history.path.parent / "drafts")
         self._copy_with_tool = copy
         self._terminal = KeyboardTerminal()
@@ -166,14 +162,7 @@ class ChatScreen(Screen[None]):
         conv_id = self._recent_named(typed)
         if self.composer.text == typed and conv_id and not self.app.screen.is_modal:
             self.composer.clear()
-            await self._reporting(command_actions.resume(self.chat, conv_id))
-
-    async def _reporting(self, what: Coroutine[Any, Any, None]) -> None:
-        """Do this, or say why not."""
-        try:
-            await what
-        except LocalLLMError as e:
-            await self.chat.trouble(e)
+            await self.chat.reporting(command_actions.resume(self.chat, conv_id))
 
     async def on_question_submitted(self, event: QuestionSubmitted) -> None:
         text = event.text.strip()
@@ -258,17 +247,7 @@ class ChatScreen(Screen[None]):
     # -- files ----------------------------------------------------------------------------------------------------
 
     async def on_files_wanted(self) -> None:
-        from localllm_tui.screens.picking import FilePicker
-
-        def chosen(path: Path | None) -> None:
-            if path is not None:
-                self.call_later(self._file_chosen, path)
-
-        await self.app.push_screen(FilePicker(self.chat, Path.cwd()), chosen)
-
-    async def _file_chosen(self, path: Path) -> None:
-        self.composer.insert(f"{path.name} ")  # after the @
-        await commands.run_and_report(self.chat, "attach", str(path))
+        await self._choices.choose_file()
 
     async def on_files_dropped(self, event: FilesDropped) -> None:
         for path in event.paths:
@@ -278,10 +257,8 @@ class ChatScreen(Screen[None]):
         self.copy(event.text, event.what)
 
     async def on_much_pasted(self, event: MuchPasted) -> None:
-        try:
-            command_actions.attach_text(self.chat, f"pasted-{len(self.chat.attached) + 1}.txt", event.text)
-        except LocalLLMError as e:
-            await self.chat.trouble(e)
+        name = f"pasted-{len(self.chat.attached) + 1}.txt"
+        await self.chat.reporting(command_actions.attach_text(self.chat, name, event.text))
 
     # -- the first run --------------------------------------------------------------------------------------------
 
@@ -307,7 +284,7 @@ class ChatScreen(Screen[None]):
         else:
             first_run.pulls.start(choice.ref)
 
-    # -- what the chat asks of its face (control.chat.Face) -------------------------------------------------------
+    # -- what the chat asks of its face (control.face.Face) -------------------------------------------------------
 
     @property
     def wants_energy(self) -> bool:
@@ -414,43 +391,10 @@ class ChatScreen(Screen[None]):
             self.post_message(QuestionSubmitted(text))
 
     async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
-        from localllm_tui.screens.picker import ConversationPicker
-
-        def chosen(place: TurnPlace | None) -> None:
-            self.call_later(self._reporting_choice, place)
-
-        conv_id = self.chat.session.id if in_this_conversation else None
-        await self.app.push_screen(ConversationPicker(self.chat.history, words, only=conv_id), chosen)
-
-    async def _reporting_choice(self, place: TurnPlace | None) -> None:
-        await self._reporting(self._open_chosen(place))
-
-    async def _open_chosen(self, place: TurnPlace | None) -> None:
-        session, history = self.chat.session, self.chat.history
-        if place is not None:
-            await command_actions.resume(self.chat, place.conversation_id, place.turn_id)
-            if place.words:
-                self._found.search(history, place.conversation_id, place.words)
-                self._frames.show_state()
-        elif session.id is not None and not history.holds(session.id):
-            await command_actions.new(self.chat, "")  # it was removed in the list
+        await self._choices.choose_conversation(words, in_this_conversation=in_this_conversation)
 
     async def approve(self, about: str, *said: str) -> bool:
-        """Ask the user. To cancel this (the answer is stopped) closes the dialog."""
-        from localllm_tui.screens.dialogs import Approval
-
-        dialog, answer = Approval(about, *said), asyncio.get_running_loop().create_future()
-
-        def answered(yes: bool | None) -> None:
-            if not answer.done():
-                answer.set_result(yes)
-
-        await self.app.push_screen(dialog, answered)
-        try:
-            return await answer is True
-        finally:
-            if dialog.is_attached and self.app.screen is dialog:
-                dialog.dismiss(False)
+        return await self._choices.approve(about, *said)
 
     def edit(self, turn: StoredMessage) -> None:
         if self._draft is None:

@@ -12,8 +12,11 @@ from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
 from localllm.conversation.history import StoredMessage
-from localllm_tui.control.client import ToolCall, ToolResult
 from localllm_tui.control.formatting import elide
+from localllm_tui.control.stream_events import (
+    ToolCall,
+    ToolResult,
+)
 from localllm_tui.control.terminal import printable
 from localllm_tui.control.wording import note_under
 from localllm_tui.widgets.line_filters import label

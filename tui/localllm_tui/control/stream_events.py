@@ -1,0 +1,100 @@
+"""What comes of an answer while it streams: small events, and the figures at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUsage:
+    """Tokens of one request as the server counted them; `cached` prompt tokens came from the prefix cache, `drafts_right`
+    are accepted draft tokens."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    drafts_right: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A piece of the model's thinking, which is not part of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """`done` of `total` prompt tokens are read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitNote:
+    """What the server is doing before it answers (queued, loading)."""
+
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesLeftOut:
+    """The conversation did not fit: the server left out this many of its oldest messages."""
+
+    messages: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTimings:
+    """Where an answer's time went, as the server measured it: seconds, prompt tokens prefilled, decode steps, and tokens
+    drafted and accepted."""
+
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    prefilled: int = 0
+    decode_s: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDone:
+    """The answer is complete: OpenAI's finish reason, usage and timings where the server sent them, and the server's reason
+    why not more of the prompt was cached."""
+
+    reason: str
+    usage: AnswerUsage | None
+    cache_miss: str = ""
+    timings: AnswerTimings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """The model calls a tool; `arguments` as it wrote them, which should be a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """A tool call with its result, or why it did not run."""
+
+    call: ToolCall
+    result: str
+    allowed: bool
+
+
+StreamEvent: TypeAlias = (
+    TextDelta | ReasoningDelta | PromptProgress | WaitNote | MessagesLeftOut | ToolCall | ToolResult | AnswerDone
+)
