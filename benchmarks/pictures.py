@@ -57,7 +57,7 @@ async def draw(app: ChatApp) -> None:
         await pilot.pause(0.5)
         keep("glass")
         await pilot.press("f4")
-        await until(pilot, lambda: isinstance(app.screen, ModelsScreen) and bool(app.screen.choices))
+        await until(pilot, lambda: isinstance(app.screen, ModelsScreen) and bool(app.screen.rows.choices))
         await pilot.pause(0.5)
         keep("models")
 

@@ -26,7 +26,7 @@ THEIRS = InstalledModel("llama", "Q4", 5_000_000_000, "Ollama", "/ollama/llama",
 async def opened(d: Driver) -> ModelsScreen:
     if not isinstance(d.app.screen, ModelsScreen):
         await d.press("f4")
-    await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
+    await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices))
     screen = d.app.screen
     assert isinstance(screen, ModelsScreen)
     await d.pilot.pause()
@@ -50,7 +50,7 @@ def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> N
         assert "why big" in d.screen()
         for _ in range(7):
             await d.press("right")  # to 131,072 tokens
-        await d.until(lambda: len(screen.choices) == 1)
+        await d.until(lambda: len(screen.rows.choices) == 1)
         await d.until(lambda: "1 fit, 2 too large ·" in d.screen())
         assert it.requests[-1].context == 131072
         await d.press("p")

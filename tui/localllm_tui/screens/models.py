@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -25,18 +24,8 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, in_lines
 from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PlanList, PlanRequest
 from localllm_tui.control.keys import MODELS, KeyContext, hints
-from localllm_tui.control.model_list import (
-    ORDERS,
-    Pulls,
-    catalog_head,
-    compare,
-    context_words,
-    disk_details,
-    disk_head,
-    disk_line,
-    plan_details,
-    plan_line,
-)
+from localllm_tui.control.model_list import Pulls, compare, context_words, disk_details, plan_details
+from localllm_tui.control.model_rows import ModelRows
 from localllm_tui.control.terminal import printable
 from localllm_tui.screens.background import start
 from localllm_tui.screens.dialogs import TextDialog, in_columns
@@ -84,14 +73,10 @@ class ModelsScreen(ModalScreen[str | None]):
         """`known` are plans made before, shown until they are made again; those made here join them."""
         super().__init__()
         self._known = {} if known is None else known
-        self._service, self._pulls, self._current = service, pulls, current
+        self._service, self._pulls = service, pulls
+        self.rows = ModelRows(pulls, current)
         self._request = request or PlanRequest()
-        self._plan_list: PlanList | None = None
-        self._disk: Sequence[InstalledModel] | None = None
         self._fits: dict[str, str] = {}
-        self._shows_disk = False
-        self._order = "best"
-        self._marked: set[str] = set()
         self._removing = ""
         self._done: set[str] = set()
         self._replan_asked = self.planning = False
@@ -138,7 +123,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self._write("#machine", "planning …")
         self.set_interval(_LOOK_S, self._show_downloads)
         self._replan()
-        if self._plan_list is None:  # what is here is known long before it is planned
+        if self.rows.planned is None:  # what is here is known long before it is planned
             start(self, self._look_at_disk, "disk")
 
     def on_resize(self, event: events.Resize) -> None:
@@ -147,7 +132,7 @@ class ModelsScreen(ModalScreen[str | None]):
     # -- planning -------------------------------------------------------------------------------------------------
 
     def on_slider_moved(self) -> None:
-        self._shows_disk = False
+        self.rows.shows_disk = False
         self._replan()
 
     def _asked(self) -> PlanRequest:
@@ -163,7 +148,7 @@ class ModelsScreen(ModalScreen[str | None]):
         """Plan in a thread; of the requests made meanwhile only the last is planned next."""
         self._replan_asked = True
         if self._asked() in self._known:
-            self._plan_list = self._known[self._asked()]
+            self.rows.planned = self._known[self._asked()]
             self._list()
         if not self.planning:
             self.planning = True
@@ -175,7 +160,7 @@ class ModelsScreen(ModalScreen[str | None]):
                 self._replan_asked = False
                 request = self._asked()
                 try:
-                    self._plan_list = self._known[request] = await asyncio.to_thread(self._service.plan, request)
+                    self.rows.planned = self._known[request] = await asyncio.to_thread(self._service.plan, request)
                     self._request = request
                     self._list()
                 except LocalLLMError as e:
@@ -189,21 +174,15 @@ class ModelsScreen(ModalScreen[str | None]):
     def _columns(self) -> int:
         return max(30, self.size.width - 5)
 
-    @property
-    def choices(self) -> tuple[PlanChoice, ...]:
-        return self._plan_list.choices if self._plan_list is not None else ()
-
     def _list(self) -> None:
         listed = self.query_one(OptionList)
-        self.set_class(self._shows_disk, "-disk")
+        self.set_class(self.rows.shows_disk, "-disk")
         at, was = listed.highlighted, self._highlighted_key()
-        rows = self._disk_rows() if self._shows_models else self._plan_rows()
-        self._write("#columns", disk_head(self._columns) if self._shows_models else catalog_head(self._columns))
-        self._write("#machine", elide(self._summary(), self._columns))
-        words = self.query_one("#filter", Input).value.lower().split()
-        rows = [row for row in rows if _has_words(f"{row.id} {row.prompt}".lower(), words)]
-        listed.set_options(rows)
-        ids = [row.id for row in rows]
+        self._write("#columns", self.rows.head(self._columns))
+        self._write("#machine", elide(self.rows.summary(), self._columns))
+        rows = self.rows.rows(self._columns, self.query_one("#filter", Input).value.lower().split())
+        listed.set_options([Option(Content.styled(row.line, "$hint" if row.late else ""), id=row.key) for row in rows])
+        ids = [row.key for row in rows]
         if rows:
             listed.highlighted = ids.index(was) if was in ids else min(at or 0, len(rows) - 1)
         self._show_details()
@@ -211,65 +190,22 @@ class ModelsScreen(ModalScreen[str | None]):
     def _write(self, where: str, text: str) -> None:
         self.query_one(where, Static).update(text)
 
-    def _disk_rows(self) -> list[Option]:
-        found = self._disk or ()
-        if not self._shows_disk:
-            found = sorted(found, key=lambda m: m.name != self._current)
-        return [Option(Content(disk_line(m, self._columns, in_use=m.name == self._current)), id=m.path) for m in found]
-
-    def _plan_rows(self) -> list[Option]:
-        return [
-            Option(Content.styled(self._line(o), "$hint" if o in self._late else ""), id=o.ref) for o in self._ordered()
-        ]
-
-    def _summary(self) -> str:
-        if not self._shows_models:
-            return ("" if self._order == "best" else f"by {self._order} · ") + _summary(self._plan_list)
-        said = "looking …"
-        if self._disk is not None:
-            said = f"{len(self._disk)} on this disk, {byte_size(sum(m.size_bytes for m in self._disk))}"
-        return said if self._shows_disk else f"{said} · planning what else fits …"
-
-    @property
-    def _late(self) -> Sequence[PlanChoice]:
-        """The plans that fit and answer too late."""
-        return self._plan_list.too_slow if self._plan_list is not None else ()
-
-    def _ordered(self) -> list[PlanChoice]:
-        """The model in use first, then in the order that was asked for."""
-        by, late = ORDERS[self._order], self._late
-        return sorted([*self.choices, *late], key=lambda o: (not self._in_use(o), o in late, by(o)))
-
-    def _in_use(self, choice: PlanChoice) -> bool:
-        return bool(choice.installed) and choice.installed == self._current
-
-    def _line(self, choice: PlanChoice) -> str:
-        pull, marked = self._pulls.of(choice.ref), choice.ref in self._marked
-        return plan_line(choice, self._columns, pull, marked=marked, in_use=self._in_use(choice))
-
     def _highlighted_key(self) -> str:
         option = self.query_one(OptionList).highlighted_option
         return (option.id or "") if option is not None else ""
 
     @property
-    def _shows_models(self) -> bool:
-        """Whether the rows are files on this disk: asked for, or all that is known yet."""
-        return self._shows_disk or self._plan_list is None
-
-    @property
     def _choice(self) -> PlanChoice | None:
-        key = self._highlighted_key()
-        return None if self._shows_models else next((o for o in self._ordered() if o.ref == key), None)
+        return self.rows.choice(self._highlighted_key())
 
     @property
     def _model(self) -> InstalledModel | None:
-        key = self._highlighted_key()
-        return next((m for m in self._disk or () if m.path == key), None) if self._shows_models else None
+        return self.rows.model(self._highlighted_key())
 
     def _show_keys(self) -> None:
         model = self._model
         without = "models.remove" if model is None or not model.ours else ""
-        said = hints(KeyContext.ON_DISK, without=without) if self._shows_disk else hints(KeyContext.MODELS)
+        said = hints(KeyContext.ON_DISK, without=without) if self.rows.shows_disk else hints(KeyContext.MODELS)
         self._write("#keys", in_lines(said, self._columns))
 
     def _show_details(self) -> None:
@@ -277,15 +213,15 @@ class ModelsScreen(ModalScreen[str | None]):
         lines: list[str] = []
         choice, model = self._choice, self._model
         if choice is not None:
-            accounts = self._plan_list.accounts if self._plan_list is not None else ()
+            accounts = self.rows.planned.accounts if self.rows.planned is not None else ()
             lines = plan_details(choice, self._columns, self._pulls.of(choice.ref), accounts)
         elif model is not None:
             lines = disk_details(
-                model, self._fits.get(model.path, "" if self._shows_disk else "Enter uses it"), self._columns
+                model, self._fits.get(model.path, "" if self.rows.shows_disk else "Enter uses it"), self._columns
             )
-            if model.path not in self._fits and self._shows_disk:
+            if model.path not in self._fits and self.rows.shows_disk:
                 start(self, partial(self._weigh, model), "fit")
-        elif self._plan_list is not None and not self._shows_disk:
+        elif self.rows.planned is not None and not self.rows.shows_disk:
             lines = ["nothing fits: a shorter context or another purpose may"]
         self._write("#details", "\n".join(lines[:_DETAIL_LINES]))
 
@@ -308,8 +244,8 @@ class ModelsScreen(ModalScreen[str | None]):
             self._write("#pulls", "\n".join(elide(line, self._columns) for line in shown[-3:]))
             self._show_details()
         if ended:
-            self._disk = None
-            if self._shows_disk:
+            self.rows.disk = None
+            if self.rows.shows_disk:
                 start(self, self._look_at_disk, "disk")
             else:
                 self._replan()
@@ -396,31 +332,30 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def action_mark(self) -> None:
         if self._choice is not None:
-            self._marked ^= {self._choice.ref}
+            self.rows.marked ^= {self._choice.ref}
             self._list()
 
     async def action_compare(self) -> None:
         """The marked plans side by side; without marks, the first three."""
-        marked = [o for o in self.choices if o.ref in self._marked] or [*self.choices[:3]]
-        if marked and not self._shows_disk:
+        marked = [o for o in self.rows.choices if o.ref in self.rows.marked] or [*self.rows.choices[:3]]
+        if marked and not self.rows.shows_disk:
             await self.app.push_screen(TextDialog("side by side", in_columns(compare(marked))))
 
     def action_sort(self) -> None:
         """List by the next order: best, speed, memory."""
-        orders = [*ORDERS]
-        self._order = orders[(orders.index(self._order) + 1) % len(orders)]
+        self.rows.sort_next()
         self._list()
-        self.query_one(OptionList).highlighted = 0 if self.choices else None
+        self.query_one(OptionList).highlighted = 0 if self.rows.choices else None
 
     def action_disk(self) -> None:
-        self._shows_disk = not self._shows_disk
+        self.rows.shows_disk = not self.rows.shows_disk
         self._list()
-        if self._shows_disk and self._disk is None:
+        if self.rows.shows_disk and self.rows.disk is None:
             start(self, self._look_at_disk, "disk")
 
     async def _look_at_disk(self) -> None:
-        self._disk = await asyncio.to_thread(self._service.on_disk)
-        if self._shows_models:
+        self.rows.disk = await asyncio.to_thread(self._service.on_disk)
+        if self.rows.of_files:
             self._list()
 
     def action_stop(self) -> None:
@@ -438,7 +373,7 @@ class ModelsScreen(ModalScreen[str | None]):
         model = self._model
         if model is None:
             self.notify("files are removed where they are listed: D shows what is on this disk", markup=False)
-        elif model.name == self._current:
+        elif model.name == self.rows.current:
             self.notify(f"{model.name} answers in this chat: use another one first", severity="warning", markup=False)
         elif not model.ours:
             self.notify(f"{model.name} is kept by {model.owner}: remove it there", severity="warning", markup=False)
@@ -460,24 +395,12 @@ class ModelsScreen(ModalScreen[str | None]):
         self._replan()
 
 
-def _has_words(text: str, words: Sequence[str]) -> bool:
-    return all(word in text for word in words)
-
-
 def _wait_words(seconds: int) -> str:
     return f"at most {seconds} s" if seconds else "however long"
 
 
 def _memory_words(gb: int) -> str:
     return f"{gb} GB" if gb else "as it has"
-
-
-def _summary(planned: PlanList | None) -> str:
-    if planned is None:
-        return "planning …"
-    slow = f", {len(planned.too_slow)} answer too late" if planned.too_slow else ""
-    others = "".join(f", {n} {why}" for why, n in planned.left_out.items())
-    return f"{len(planned.choices)} fit{others}{slow} · {planned.machine}"
 
 
 async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None:

@@ -1,0 +1,96 @@
+"""What the screen of models lists: the plans that fit this machine or another, or the files on this disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from localllm.formatting import byte_size
+from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList
+from localllm_tui.control.model_list import ORDERS, Pulls, catalog_head, disk_head, disk_line, plan_line
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A line of the list; `late`: the plan fits and answers too late."""
+
+    key: str
+    line: str
+    late: bool = False
+
+
+@dataclass(slots=True)
+class ModelRows:
+    """`planned` and `disk` are None while not known; `current` is the model that answers now, `marked` are refs to compare."""
+
+    pulls: Pulls
+    current: str = ""
+    planned: PlanList | None = None
+    disk: Sequence[InstalledModel] | None = None
+    shows_disk: bool = False
+    order: str = "best"
+    marked: set[str] = field(default_factory=set)
+
+    @property
+    def of_files(self) -> bool:
+        """Whether the rows are files on this disk: asked for, or all that is known yet."""
+        return self.shows_disk or self.planned is None
+
+    @property
+    def choices(self) -> tuple[PlanChoice, ...]:
+        return self.planned.choices if self.planned is not None else ()
+
+    @property
+    def ordered(self) -> list[PlanChoice]:
+        """The model in use first, then in the order that was asked for."""
+        late, by = self.planned.too_slow if self.planned is not None else (), ORDERS[self.order]
+        return sorted([*self.choices, *late], key=lambda o: (not self._in_use(o), o in late, by(o)))
+
+    def _in_use(self, choice: PlanChoice) -> bool:
+        return bool(choice.installed) and choice.installed == self.current
+
+    def sort_next(self) -> None:
+        """Take the next order: best, speed, memory."""
+        orders = [*ORDERS]
+        self.order = orders[(orders.index(self.order) + 1) % len(orders)]
+
+    def choice(self, key: str) -> PlanChoice | None:
+        return None if self.of_files else next((o for o in self.ordered if o.ref == key), None)
+
+    def model(self, key: str) -> InstalledModel | None:
+        return next((m for m in self.disk or () if m.path == key), None) if self.of_files else None
+
+    def head(self, width: int) -> str:
+        return disk_head(width) if self.of_files else catalog_head(width)
+
+    def rows(self, width: int, words: Sequence[str]) -> list[ModelRow]:
+        """The rows that have all of these words."""
+        rows = self._file_rows(width) if self.of_files else self._plan_rows(width)
+        for word in words:
+            rows = [row for row in rows if word in f"{row.key} {row.line}".lower()]
+        return rows
+
+    def _file_rows(self, width: int) -> list[ModelRow]:
+        found = self.disk or ()
+        if not self.shows_disk:
+            found = sorted(found, key=lambda m: m.name != self.current)
+        return [ModelRow(m.path, disk_line(m, width, in_use=m.name == self.current)) for m in found]
+
+    def _plan_rows(self, width: int) -> list[ModelRow]:
+        late = self.planned.too_slow if self.planned is not None else ()
+        return [ModelRow(o.ref, self._plan_line(o, width), o in late) for o in self.ordered]
+
+    def _plan_line(self, choice: PlanChoice, width: int) -> str:
+        pull, marked = self.pulls.of(choice.ref), choice.ref in self.marked
+        return plan_line(choice, width, pull, marked=marked, in_use=self._in_use(choice))
+
+    def summary(self) -> str:
+        if self.planned is None or self.shows_disk:
+            said = "looking …"
+            if self.disk is not None:
+                said = f"{len(self.disk)} on this disk, {byte_size(sum(m.size_bytes for m in self.disk))}"
+            return said if self.shows_disk else f"{said} · planning what else fits …"
+        order = "" if self.order == "best" else f"by {self.order} · "
+        slow = f", {len(self.planned.too_slow)} answer too late" if self.planned.too_slow else ""
+        others = "".join(f", {n} {why}" for why, n in self.planned.left_out.items())
+        return f"{order}{len(self.choices)} fit{others}{slow} · {self.planned.machine}"
