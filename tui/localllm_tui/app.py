@@ -12,7 +12,6 @@ from typing import ClassVar
 from textual.app import SystemCommand
 from textual.binding import BindingType
 from textual.screen import ModalScreen, Screen
-from textual.theme import Theme
 from textual.widgets import Input, TextArea
 
 from localllm_tui.bindings import bindings_of
@@ -64,7 +63,7 @@ class ChatApp(LookApp[None]):
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         chosen = self._preferences.get("theme")
         self.theme = chosen if chosen in self.available_themes else self._fitting
-        self.theme_changed_signal.subscribe(self, self._remember_theme)
+        self.theme_changed_signal.subscribe(self, lambda theme: self._preferences.set("theme", theme.name))
         self.page.call_after_refresh(gc.enable)  # the command starts with gc disabled: what a start allocates stays
 
     def _woken(self) -> None:
@@ -84,9 +83,6 @@ class ChatApp(LookApp[None]):
         if self._told_elsewhere and self._driver is not None:
             self._told_elsewhere = False
             self._driver.write(NOTICE_SEEN)
-
-    def _remember_theme(self, theme: Theme) -> None:
-        self._preferences.set("theme", theme.name)
 
     # -- keys and commands on every screen ------------------------------------------------------------------------
 
@@ -123,10 +119,9 @@ class ChatApp(LookApp[None]):
                 yield SystemCommand(command.palette, command.help, run)
         yield SystemCommand("Theme", "change the colours; remembered for next time", self.action_change_theme)
         # The picture is taken once the palette is gone.
-        yield SystemCommand("Screenshot", "save this screen as an SVG picture", self._soon_save_picture)
-
-    def _soon_save_picture(self) -> None:
-        self.set_timer(0.1, self._save_picture)
+        yield SystemCommand(
+            "Screenshot", "save this screen as an SVG picture", partial(self.set_timer, 0.1, self._save_picture)
+        )
 
     def _save_picture(self) -> None:
         name = time.strftime("localllm-%Y-%m-%d-%H%M%S.svg")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control.interfaces import EnergyUse
+from localllm_tui.control.interfaces import EnergyMeter, EnergyUse
 from localllm_tui.control.meter import AnswerMeter
 from localllm_tui.control.physics import AnswerSpeed
 from localllm_tui.control.session import PendingAnswer
@@ -96,6 +97,19 @@ class AnswerStream:
             raise
         finally:
             self.close()
+
+    @asynccontextmanager
+    async def measured(self, meter: EnergyMeter | None) -> AsyncIterator[None]:
+        """Measure its energy meanwhile, where there is a meter. In threads: some sources are programs."""
+        if meter is None:
+            yield
+            return
+        await asyncio.to_thread(meter.__enter__)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(meter.__exit__, None, None, None)
+            self.energy = meter.use
 
     def save_if_due(self) -> None:
         """Write what is unsaved; for a timer, since a stream may stall."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -236,8 +236,9 @@ class ChatController:
     async def _answer(self, keep: PendingAnswer, stream: AnswerStream, shown: AnswerDisplay) -> None:
         """Stream one answer; however it ends, the face shows how."""
         error: LocalLLMError | None = None
+        meter = self.options.energy() if self.options.energy is not None and self.face.wants_energy else None
         try:
-            async with self._measured(stream):
+            async with stream.measured(meter):
                 await stream.run(self._events(keep), shown)
         except LocalLLMError as e:
             error = e
@@ -254,20 +255,6 @@ class ChatController:
         queued, self.queued = self.queued, ""
         if queued and error is None and not self.left:
             self.face.submit_queued(queued)
-
-    @asynccontextmanager
-    async def _measured(self, stream: AnswerStream) -> AsyncIterator[None]:
-        """Measure its energy for the panel that shows it. In threads: some sources are programs."""
-        meter = self.options.energy() if self.options.energy is not None and self.face.wants_energy else None
-        if meter is None:
-            yield
-            return
-        await asyncio.to_thread(meter.__enter__)
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(meter.__exit__, None, None, None)
-            stream.energy = meter.use
 
     async def _end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
         await self.face.end_answer(shown, stream, error)
@@ -426,12 +413,9 @@ class ChatController:
 
     def _report_pulls(self) -> None:
         """Notify when a download has ended."""
-        for pull in self.pulls.all() if self.pulls is not None else ():
-            if pull.ended and not pull.announced:
-                pull.announced = True
-                way_on = f": /model {pull.name} uses it" if pull.done else "; /models goes on" if pull.error else ""
-                severity: Literal["error", "information"] = "error" if pull.error else "information"
-                self.face.notify(pull.words() + way_on, severity=severity, timeout=8, markup=False)
+        for pull in self.pulls.newly_ended() if self.pulls is not None else ():
+            severity: Literal["error", "information"] = "error" if pull.error else "information"
+            self.face.notify(pull.words() + pull.way_on, severity=severity, timeout=8, markup=False)
 
     async def leave(self) -> None:
         """End the chat: save the answer so far and stop downloads, which resume when asked for again."""

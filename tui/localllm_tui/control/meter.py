@@ -182,16 +182,12 @@ def _parts(n: StatusFigures, words: bool, bar_cells: int) -> list[str]:
     elif n.used:
         parts.append(f"{'context' if words else 'ctx'} {n.used:,}")
     if n.ttft_s is not None:
-        parts.append(f"{'first token' if words else 'TTFT'} {_seconds(n.ttft_s)}")
+        parts.append(f"{'first token' if words else 'TTFT'} {n.ttft_s:.{2 if n.ttft_s < 9.995 else 0}f} s")
     if n.cached is not None:
         parts.append(f"{'cached tokens' if words else 'cached'} {n.cached:,}")
     if n.drafted_share:
         parts.append(f"drafted {100 * n.drafted_share:.0f}%")
     return parts
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)

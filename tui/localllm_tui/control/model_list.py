@@ -46,6 +46,13 @@ class Pull:
     def done(self) -> bool:
         return bool(self.name)
 
+    @property
+    def way_on(self) -> str:
+        """What one can do once it has ended."""
+        if self.done:
+            return f": /model {self.name} uses it"
+        return "; /models goes on" if self.error is not None else ""
+
     def words(self) -> str:
         if self.done:
             return f"{self.ref} is here"
@@ -75,6 +82,13 @@ class Pulls:
 
     def running(self) -> list[Pull]:
         return [p for p in self._pulls.values() if not p.ended]
+
+    def newly_ended(self) -> list[Pull]:
+        """Those that have ended since this was asked last."""
+        ended = [p for p in self._pulls.values() if p.ended and not p.announced]
+        for pull in ended:
+            pull.announced = True
+        return ended
 
     def of(self, ref: str) -> Pull | None:
         return self._pulls.get(ref)

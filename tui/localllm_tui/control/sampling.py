@@ -26,7 +26,8 @@ def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     said = []
     heat = now.get("temperature")
     if isinstance(heat, (int, float)):
-        said.append(f"{_heat(heat)} (temperature {heat:g})")
+        how = next((words for most, words in _HEAT if heat <= most), "wild")
+        said.append(f"{how} (temperature {heat:g})")
     said += [f"{name} {chosen[name]:g}" for name in ("top_p", "top_k", "min_p", "repeat_penalty") if name in chosen]
     if "seed" in chosen:
         said.append(f"repeatable (seed {chosen['seed']})")
@@ -51,7 +52,3 @@ def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
     except ValueError:
         raise UsageError(f"{name} is a number from {least:g} to {most:g}, not {value.strip()!r}") from None
     return {**chosen, name: number}
-
-
-def _heat(temperature: float) -> str:
-    return next((said for most, said in _HEAT if temperature <= most), "wild")

@@ -148,16 +148,14 @@ async def stream_with_tools(
             if done is not None:
                 yield done
             return
-        said.append({"role": "assistant", "content": text, "tool_calls": [_as_asked(call) for call in calls]})
+        functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in calls]
+        asked = [{"id": call_id, "type": "function", "function": function} for call_id, function in functions]
+        said.append({"role": "assistant", "content": text, "tool_calls": asked})
         for call in calls:
             yield WaitNote(f"{call.name} waits for your yes")
             ran = await box.run(call, approves)
             yield ran
             said.append({"role": "tool", "tool_call_id": call.id, "content": ran.result})
-
-
-def _as_asked(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _cut(text: str) -> str:

@@ -59,7 +59,7 @@ class InlinePage:
         self.tail = self._hint = ""
         self.menu: Sequence[Offer] = ()
         self.chosen = 0
-        self.buffer = Buffer(history=InMemoryHistory(asked), multiline=True, on_text_changed=self._typed)
+        self.buffer = Buffer(history=InMemoryHistory(asked), multiline=True, on_text_changed=lambda _: self.offer())
         self._searching = SearchToolbar(ignore_case=True)
         self._input = Window(
             BufferControl(self.buffer, search_buffer_control=self._searching.control, preview_search=True),
@@ -67,7 +67,7 @@ class InlinePage:
             get_line_prefix=lambda line, wrapped: "> " if line == wrapped == 0 else "  ",
         )  # fmt: skip
         layout = HSplit([
-            self._when(lambda: self.tail, self._tail_text),
+            self._when(lambda: self.tail, lambda: ANSI("\n".join(self.tail.split("\n")[-TAIL_ROWS:]))),
             self._input,
             self._searching,
             self._when(lambda: self.menu, self._menu_text),
@@ -152,9 +152,6 @@ class InlinePage:
         window = Window(FormattedTextControl(text), dont_extend_height=True, wrap_lines=False)
         return ConditionalContainer(window, Condition(lambda: bool(shown())))
 
-    def _tail_text(self) -> ANSI:
-        return ANSI("\n".join(self.tail.split("\n")[-TAIL_ROWS:]))
-
     def _menu_text(self) -> StyleAndTextTuples:
         first = max(0, min(self.chosen - MENU_ROWS // 2, len(self.menu) - MENU_ROWS))
         rows: StyleAndTextTuples = []
@@ -181,9 +178,6 @@ class InlinePage:
         self._erase(leave_alternate_screen)
 
     # -- keys -------------------------------------------------------------------------------------------------------
-
-    def _typed(self, _: Buffer) -> None:
-        self.offer()
 
     def _with_own(self, keys: KeyBindings) -> KeyBindings:
         offered = Condition(lambda: bool(self.menu))

@@ -19,10 +19,22 @@ from textual.widgets.option_list import Option
 from localllm.errors import LocalLLMError, UsageError
 from localllm.formatting import byte_size
 from localllm_tui.bindings import bindings_of
-from localllm_tui.control import commands, interfaces
+from localllm_tui.control import commands
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, in_lines
-from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PlanList, PlanRequest
+from localllm_tui.control.interfaces import (
+    CONTEXTS,
+    MACHINES,
+    MEMORIES_GB,
+    PURPOSE_WORDS,
+    PURPOSES,
+    WAITS_S,
+    InstalledModel,
+    ModelService,
+    PlanChoice,
+    PlanList,
+    PlanRequest,
+)
 from localllm_tui.control.keys import MODELS, KeyContext, hints
 from localllm_tui.control.model_list import Pulls, compare, context_words, disk_details, plan_details
 from localllm_tui.control.model_rows import ModelRows
@@ -83,28 +95,28 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         request = self._request
-        machines = [
-            "",
-            *interfaces.MACHINES,
-            *([request.machine] if request.machine not in ("", *interfaces.MACHINES) else []),
-        ]
-        contexts = sorted({*interfaces.CONTEXTS, request.context})
+        machines = [*dict.fromkeys(("", *MACHINES, request.machine))]
+        contexts = sorted({*CONTEXTS, request.context})
         with Vertical():
             yield Static("", id="machine", markup=False)
             yield Slider("context", contexts, context_words, value=request.context, name="context")
             with Horizontal(classes="sliders"):
+                yield Slider("for", PURPOSES, PURPOSE_WORDS.__getitem__, value=request.purpose, name="purpose")
                 yield Slider(
-                    "for",
-                    interfaces.PURPOSES,
-                    interfaces.PURPOSE_WORDS.__getitem__,
-                    value=request.purpose,
-                    name="purpose",
+                    "wait",
+                    WAITS_S,
+                    lambda s: f"at most {s} s" if s else "however long",
+                    value=int(request.longest_wait_s),
+                    name="wait",
                 )
-                yield Slider("wait", interfaces.WAITS_S, _wait_words, value=int(request.longest_wait_s), name="wait")
             with Horizontal(classes="sliders"):
                 yield Slider("machine", machines, lambda m: m or "this one", value=request.machine, name="device")
                 yield Slider(
-                    "memory", interfaces.MEMORIES_GB, _memory_words, value=int(request.memory_gb), name="memory"
+                    "memory",
+                    MEMORIES_GB,
+                    lambda n: f"{n} GB" if n else "as it has",
+                    value=int(request.memory_gb),
+                    name="memory",
                 )
             yield Input(
                 placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"',
@@ -393,14 +405,6 @@ class ModelsScreen(ModalScreen[str | None]):
             self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)
         await self._look_at_disk()
         self._replan()
-
-
-def _wait_words(seconds: int) -> str:
-    return f"at most {seconds} s" if seconds else "however long"
-
-
-def _memory_words(gb: int) -> str:
-    return f"{gb} GB" if gb else "as it has"
 
 
 async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None:

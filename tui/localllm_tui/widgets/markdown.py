@@ -213,15 +213,8 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Markdow
     elif node.type == "blockquote":
         yield from _led(_stacked(node.children, width - 2, depth), Text("▌ ", "quote"), Text("▌ ", "quote"))
     else:
-        yield from _LEAVES.get(node.type, _paragraph)(node, width)
-
-
-def _paragraph(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
-    yield from _wrapped(_inline(node), width)
-
-
-def _heading(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
-    yield from _wrapped(_inline(node, f"heading.{node.tag}"), width)
+        leaf = _LEAVES.get(node.type)
+        yield from leaf(node, width) if leaf is not None else _wrapped(_inline(node), width)
 
 
 def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
@@ -229,10 +222,6 @@ def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     if "number" in node.meta:
         yield _code_label(node.meta["number"], language, width)
     yield from _code(node.content, language, width)
-
-
-def _rule(_: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
-    yield MarkdownRow(Text("─" * width, "rule"))
 
 
 def _html(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
@@ -354,8 +343,9 @@ def _cell_rows(cell: Text, room: int) -> list[Text]:
 
 
 _LEAVES: dict[str, Callable[[SyntaxTreeNode, int], Iterator[MarkdownRow]]] = {
-    "heading": _heading, "fence": _code_block, "code_block": _code_block, "table": _table, "hr": _rule, "html_block": _html,
-    "formula_block": _formula,
+    "heading": lambda node, width: _wrapped(_inline(node, f"heading.{node.tag}"), width),
+    "fence": _code_block, "code_block": _code_block, "table": _table, "html_block": _html, "formula_block": _formula,
+    "hr": lambda _, width: iter([MarkdownRow(Text("─" * width, "rule"))]),
 }  # fmt: skip
 
 
