@@ -407,6 +407,10 @@ class ModelsScreen(ModalScreen[str | None]):
         self._replan()
 
 
+def _wait_words(seconds: int) -> str:
+    return f"at most {seconds} s" if seconds else "however long"
+
+
 async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None:
     """/models: show what would fit and what is installed, and use what is chosen there. Raises UsageError."""
     service = chat.options.model_service
