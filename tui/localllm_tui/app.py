@@ -101,7 +101,7 @@ class ChatApp(LookApp[None]):
 
     async def action_end_of_input(self) -> None:
         """Quit where nothing is typed; in a text the key removes the next character, as everywhere."""
-        await self.page.composer.caught_up()
+        await self.page.composer.keys_handled()
         typed_in = self.focused
         if (isinstance(typed_in, TextArea) and typed_in.text) or (isinstance(typed_in, Input) and typed_in.value):
             typed_in.action_delete_right()

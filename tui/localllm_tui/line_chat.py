@@ -58,10 +58,10 @@ class LineFace(Face):
     async def show_note(self, text: str, *, markdown: bool = False) -> None:
         self.note(text)
 
-    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
+    async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
         hint = f"\nhint: {error.hint}" if error.hint else ""
         self.note(f"error: {error.message}{hint}{self.after_error}")
-        if way_on and isinstance(error, ContextLengthError) and not self.chat.compacts:
+        if next_steps and isinstance(error, ContextLengthError) and not self.chat.compacts:
             self.note("/compact leaves out the oldest messages and asks again")
 
     def notify(self, message: str, **_: Any) -> None:

@@ -138,9 +138,9 @@ class ChatController:
         """The downloads in progress, in a line."""
         return self.pulls.words() if self.pulls is not None else ""
 
-    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
+    async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
         self._last_error = error
-        await self.face.trouble(error, way_on)
+        await self.face.trouble(error, next_steps)
 
     async def reporting(self, what: Awaitable[object]) -> None:
         """Do this, or say why not."""
@@ -169,7 +169,7 @@ class ChatController:
             await self.trouble(e, "What you typed is still in the input.")
             return
         if turn.role == "user":
-            await self._say_if_elsewhere()
+            await self._note_other_window()
             await self._start_answer(self.session.answer())
 
     def unsent(self, text: str) -> UnsentMessage:
@@ -259,12 +259,12 @@ class ChatController:
     async def _end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
         await self.face.end_answer(shown, stream, error)
         self.unsaved.add(stream, partial(self._saved, shown))
-        await self._say_if_elsewhere()
+        await self._note_other_window()
         if error is not None:
             if stream.turn is None:
                 self.session.fail_question()
             alone = self.compacts or not self.session.sent_turns
-            await self.trouble(error, wording.way_on(error, kept=stream.turn is not None, alone=alone))
+            await self.trouble(error, wording.next_steps(error, kept=stream.turn is not None, alone=alone))
         elif self.face.full_screen:
             if self.n_ctx is None or self.physics is None:  # a server may know it only once the model is loaded
                 await self.ask_models()
@@ -284,7 +284,7 @@ class ChatController:
         self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
         self.face.show_place(shown, turn)
 
-    async def _say_if_elsewhere(self) -> None:
+    async def _note_other_window(self) -> None:
         tree = self.session.tree
         if tree.copied or tree.beside:
             said = wording.CONTINUED_ELSEWHERE if tree.copied else wording.CONTINUED_BESIDE
@@ -415,7 +415,7 @@ class ChatController:
         """Notify when a download has ended."""
         for pull in self.pulls.newly_ended() if self.pulls is not None else ():
             severity: Literal["error", "information"] = "error" if pull.error else "information"
-            self.face.notify(pull.words() + pull.way_on, severity=severity, timeout=8, markup=False)
+            self.face.notify(pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False)
 
     async def leave(self) -> None:
         """End the chat: save the answer so far and stop downloads, which resume when asked for again."""

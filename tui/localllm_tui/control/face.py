@@ -27,8 +27,8 @@ class Face(Protocol):
     async def show_note(self, text: str, *, markdown: bool = False) -> None:
         """Show what is no part of the conversation."""
 
-    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
-        """Show an error; `way_on`: what the user can do now."""
+    async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
+        """Show an error; `next_steps`: what the user can do now."""
 
     def notify(
         self,

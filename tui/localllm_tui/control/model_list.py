@@ -47,7 +47,7 @@ class Pull:
         return bool(self.name)
 
     @property
-    def way_on(self) -> str:
+    def next_steps(self) -> str:
         """What one can do once it has ended."""
         if self.done:
             return f": /model {self.name} uses it"

@@ -235,14 +235,14 @@ class Session:
         """
         last = self.turns[-1] if self.turns else None
         if continues:
-            return PendingAnswer.more(self, self._to_go_on(to or last))
+            return PendingAnswer.more(self, self._continued(to or last))
         to = to or self.last_question
         question = self.tree.parent(to) if to.role == "assistant" else to
         if question is None:
             raise UsageError("there is no question before this answer", hint="ask one, and it is answered")
         return PendingAnswer(self, question, model=model)
 
-    def _to_go_on(self, turn: StoredMessage | None) -> StoredMessage:
+    def _continued(self, turn: StoredMessage | None) -> StoredMessage:
         if turn is None:
             raise UsageError("nothing was asked yet", hint="type a question and press Enter")
         if turn.role != "assistant" or not turn.content.strip():

@@ -153,7 +153,7 @@ class TerminalQuestion:
         return self._said.decode("utf-8", "replace")
 
 
-def breaks_lines_anew() -> tuple[bool, str]:
+def reflows_lines() -> tuple[bool, str]:
     """Whether the terminal breaks lines anew when its window is made narrower, rather than cut them off as xterm does; and
     what was typed while it was asked what it is (XTVERSION)."""
     said, typed = TerminalQuestion("\x1b[>q").answer()

@@ -38,7 +38,7 @@ CONTINUED_BESIDE = "Another window has gone on with this conversation too: what 
 NOT_LOADED = "What you type is kept. /model shows what else is installed here, /retry asks again once that is settled."
 
 
-def way_on(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
+def next_steps(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
     """What the user can do after an answer failed; `kept`: part of it is kept, `alone`: nothing more can be left out."""
     said = "The text so far is kept. " if kept else ""
     if isinstance(error, ContextLengthError) and not alone:

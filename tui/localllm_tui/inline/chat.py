@@ -24,7 +24,7 @@ from localllm_tui.control.attachments import files_and_folders, typed_in
 from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.session import PendingAnswer, Session
-from localllm_tui.control.terminal import breaks_lines_anew, copy_with_tool, one_line, printable
+from localllm_tui.control.terminal import copy_with_tool, one_line, printable, reflows_lines
 from localllm_tui.control.wording import note_under
 from localllm_tui.inline.page import InlinePage, Offer
 from localllm_tui.line_chat import LineFace
@@ -317,7 +317,7 @@ def talk_inline(options: ChatOptions) -> Session:
     """Chat in the scrollback until the user leaves; returns the conversation of then."""
     # The place of the cursor is not needed, and not every terminal tells it.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
-    reflows, typed = breaks_lines_anew()
+    reflows, typed = reflows_lines()
     face = InlineFace(options, reflows=reflows, typed=typed)
     asyncio.run(face.run())
     return face.chat.session

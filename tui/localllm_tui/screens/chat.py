@@ -171,7 +171,7 @@ class ChatScreen(Screen[None]):
         await commands.submit(self.chat, text)
 
     async def action_command(self, name: str) -> None:
-        await self.composer.caught_up()
+        await self.composer.keys_handled()
         await commands.run_and_report(self.chat, name, "")
 
     async def action_stop(self) -> None:
@@ -186,7 +186,7 @@ class ChatScreen(Screen[None]):
 
     async def interrupted(self) -> bool:
         """Take Ctrl+C: copy what is selected, else clear the input, else stop the answer. False where there was none."""
-        await self.composer.caught_up()
+        await self.composer.keys_handled()
         selected = self.get_selected_text() or self.composer.selected_text
         if selected:
             self.copy(selected, "the selection")
@@ -297,8 +297,8 @@ class ChatScreen(Screen[None]):
     async def show_note(self, text: str, *, markdown: bool = False) -> None:
         await self._mount_note(ChatNote(text, markdown=markdown))
 
-    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
-        await self._mount_note(ErrorNote(error.message, error.hint, way_on))
+    async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
+        await self._mount_note(ErrorNote(error.message, error.hint, next_steps))
 
     def changed(self, *, recount: bool = False) -> None:
         if recount:

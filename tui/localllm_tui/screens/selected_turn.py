@@ -58,7 +58,7 @@ class SelectedTurn:
         view: TurnView | None = None
         if what == "version":
             tree = self._chat.session.tree
-            view = next((v for v in self._transcript.views if tree.is_version_after(v.turn_id, turn.parent_id)), None)
+            view = next((v for v in self._transcript.views if tree.is_version(v.turn_id, turn.parent_id)), None)
         self._transcript.select(view)
         if what == "remove":
             self._transcript.action_select(-1)

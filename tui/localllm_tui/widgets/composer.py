@@ -88,7 +88,7 @@ class Composer(KeysInOrder, TextArea):
         }
         return acts[action]()
 
-    async def caught_up(self) -> None:
+    async def keys_handled(self) -> None:
         """Wait until what was typed before is in the text: a key that the screen takes overtakes those on their way here."""
         done = asyncio.Event()
         if self.is_running and self.call_later(done.set):

@@ -82,7 +82,7 @@ class MarkdownRows:
     def at(self, width: int) -> list[MarkdownRow]:
         if width != self._width:
             self._width = width
-            self._anew()
+            self._relayout()
         return self._rows
 
     @property
@@ -97,7 +97,7 @@ class MarkdownRows:
     def fold(self, numbers: Iterable[int], *, away: bool) -> None:
         """Show what these <details> hold, or put it `away`."""
         self._unfolded = self.unfolded - set(numbers) if away else self.unfolded | set(numbers)
-        self._anew()
+        self._relayout()
 
     def add(self, new: str) -> None:
         self.source += new
@@ -109,10 +109,10 @@ class MarkdownRows:
         """Nothing more comes; whether that changed what was finished."""
         late = self._links_came and bool(self._width)
         if late:
-            self._anew()
+            self._relayout()
         return late
 
-    def _anew(self) -> None:
+    def _relayout(self) -> None:
         self._rows, self.finished, self._tail, self._number = [], 0, self.source, None
         self._fences, self._folds = 0, (0, ())
         self._lay_out()

@@ -96,17 +96,17 @@ class ErrorNote(Vertical):
     ErrorNote > .message { text-style: bold; }
     """
 
-    def __init__(self, message: str, hint: str = "", way_on: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", next_steps: str = "") -> None:
         super().__init__()
-        self.lines = (message, hint, way_on)
+        self.lines = (message, hint, next_steps)
 
     def compose(self) -> ComposeResult:
-        message, hint, way_on = (printable(line) for line in self.lines)
+        message, hint, next_steps = (printable(line) for line in self.lines)
         yield Static(f"Error: {message}", classes="message", markup=False)
         if hint:
             yield Static(f"Hint: {hint}", markup=False)
-        if way_on:
-            yield Static(way_on, markup=False)
+        if next_steps:
+            yield Static(next_steps, markup=False)
 
 
 def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionView | AnswerView:
