@@ -169,25 +169,31 @@ def status_text(n: StatusFigures, width: int) -> str:
     return elide(_GAP.join([elide(n.model, max(room, 1)), *parts]), width)
 
 
+# What the figures are called: in words, and where there is no room for them.
+_NAMES = {True: ("context", "first token", "cached tokens"), False: ("ctx", "TTFT", "cached")}
+
+
 def _parts(n: StatusFigures, words: bool, bar_cells: int) -> list[str]:
-    parts = []
-    if n.tok_s is not None:
-        parts.append(f"{n.tok_s:.1f} tok/s")
-    if n.n_ctx and words:
-        percent = min(999, round(100 * n.used / n.n_ctx))
-        parts.append(f"context {n.used:,}/{n.n_ctx:,} {bar(n.used, n.n_ctx, bar_cells)} {percent}%")
-    elif n.n_ctx:
-        drawn = f" {bar(n.used, n.n_ctx, bar_cells)}" if bar_cells else ""
-        parts.append(f"ctx {n.used:,}/{n.n_ctx:,}{drawn}")
-    elif n.used:
-        parts.append(f"{'context' if words else 'ctx'} {n.used:,}")
+    _, first_token, cached = _NAMES[words]
+    parts = [f"{n.tok_s:.1f} tok/s"] if n.tok_s is not None else []
+    if n.used or n.n_ctx:
+        parts.append(_context(n, words, bar_cells))
     if n.ttft_s is not None:
-        parts.append(f"{'first token' if words else 'TTFT'} {n.ttft_s:.{2 if n.ttft_s < 9.995 else 0}f} s")
+        parts.append(f"{first_token} {n.ttft_s:.{2 if n.ttft_s < 9.995 else 0}f} s")
     if n.cached is not None:
-        parts.append(f"{'cached tokens' if words else 'cached'} {n.cached:,}")
+        parts.append(f"{cached} {n.cached:,}")
     if n.drafted_share:
         parts.append(f"drafted {100 * n.drafted_share:.0f}%")
     return parts
+
+
+def _context(n: StatusFigures, words: bool, bar_cells: int) -> str:
+    name = _NAMES[words][0]
+    if not n.n_ctx:
+        return f"{name} {n.used:,}"
+    drawn = f" {bar(n.used, n.n_ctx, bar_cells)}" if bar_cells else ""
+    percent = f" {min(999, round(100 * n.used / n.n_ctx))}%" if words else ""
+    return f"{name} {n.used:,}/{n.n_ctx:,}{drawn}{percent}"
 
 
 @dataclass(frozen=True, slots=True)
