@@ -43,7 +43,7 @@ def test_the_cursor_of_every_list_is_seen_without_colours(
 def test_the_machine_that_is_typed_is_seen(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f4")
-        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
+        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices))
         await d.press("m", *"rtx")
         await d.until(lambda: "rtx" in d.screen())
         await d.press("enter", "space")

@@ -208,7 +208,7 @@ def test_every_screen_looks_as_it_did(
         await d.until(lambda: d.app.chat.n_ctx is not None and "QWEN3-8B" in d.screen())
         await hold(d, "first-run", look)
         await d.press("f4")
-        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
+        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices))
         await d.press("down", "down")
         await hold(d, "models", look)
         await d.press("d")
