@@ -44,7 +44,8 @@ class Admission:
         """Let in who fits: the tenant that has had least first, and of its requests the one with least work."""
         self.awaits_disk = False
         if self.jobs.shares.shared:
-            self.jobs.shares.remain(j.tenant for jobs in (self.jobs.waiting, self.jobs.running) for j in jobs.values())
+            present = [*self.jobs.waiting.values(), *self.jobs.running.values()]
+            self.jobs.shares.remain(job.tenant for job in present)
             self._in_vain &= self.jobs.waiting.keys()
         if not self.jobs.waiting:
             return
@@ -205,7 +206,7 @@ class Admission:
             if job.shares:
                 job.known = max(job.known, self.jobs.history.known(line[:-1]))
             job.cached = taken
-            again = recomputed(job.known, taken, missed, whole=self.jobs.pool.kv.has_points)
+            again = recomputed(job.known, taken, missed, has_points=self.jobs.pool.kv.has_points)
             for reason, n_tokens in again.items():
                 self.jobs.metrics.recomputed(reason, n_tokens)
             job.miss = miss_reason(job, again, lambda token: token >= 0 and self.backend.is_control(token))

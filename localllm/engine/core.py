@@ -92,7 +92,8 @@ class Engine:
         wanted = self.settings
         limits = wanted.disk_bytes, wanted.disk_free_bytes, wanted.disk_daily_bytes
         disk = tier_of(self.backend, wanted.disk_dir, limits, wanted.model_name)
-        self.pool = SequencePool(self.backend, kv := KvStore(self.backend, wanted.cache_bytes, disk))
+        kv = KvStore(self.backend, wanted.cache_bytes, disk)
+        self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
         kept = self.settings.kv_evidence_dir
@@ -108,7 +109,7 @@ class Engine:
         self._stalled, self._housekeeping, self._after = False, True, False
         # Nothing that is known waits for a rest to be over.
         self._overlaps = self.backend.capabilities.asynchronous and wanted.power >= 1.0
-        self._observed: tuple[list[Grant], float, int, int] | None = None
+        self._observed: tuple[list[Grant], float, int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
         shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
         self.prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
@@ -302,7 +303,8 @@ class Engine:
         self._step_began_s = self.clock()
         result = self._run(grants)
         for grant in grants:
-            if (job := self.jobs.running.get(grant.key)) is not None:
+            job = self.jobs.running.get(grant.key)
+            if job is not None:
                 self.jobs.shares.charge(job.tenant, grant.n_tokens)
         return result
 
@@ -338,12 +340,12 @@ class Engine:
         """Every request in the step by what came out of it; False if that can't be read."""
         generated = self.metrics.generated_tokens
         try:
-            first = self._outputs.advance(grants, result)
+            self._outputs.advance(grants, result)
         except BackendFailure as e:
             self._lose_running(e)
             return False
         self._last_step_s = self.clock() - self._step_began_s
-        self._observed = grants, self._last_step_s, first, self.metrics.generated_tokens - generated
+        self._observed = grants, self._last_step_s, self.metrics.generated_tokens - generated
         return True
 
     def _run(self, grants: list[Grant]) -> StepResult | None:
@@ -378,7 +380,8 @@ class Engine:
         if self._images is not None:
             self._images.encoder.close()
         self.pool.finish()
-        if (disk := self.pool.kv.disk) is not None:
+        disk = self.pool.kv.disk
+        if disk is not None:
             disk.close()
         self.speculator.close()
         self.backend.close()
@@ -396,17 +399,12 @@ class Engine:
             ready = [j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)]
         if len(ready) <= info.n_outputs and all(j.decodes_plainly for j in ready):
             return [Grant(j.id, 1, prefill=False) for j in ready]
-        wants = [
-            Want(
-                key=job.id,
-                prefill=job.until_checkpoint if job.prefilling else 0,
-                decode=0 if job.prefilling else 1 + len(job.draft),
-                waited_s=now - job.arrived_s,
-                computed=self.jobs.computed(job),
-            )
-            for job in ready
-        ]
+        wants = [self._want(job, now) for job in ready]
         return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, prompt_only))
+
+    def _want(self, job: RunningRequest, now: float) -> Want:
+        prefill, decode = (job.until_checkpoint, 0) if job.prefilling else (0, 1 + len(job.draft))
+        return Want(job.id, prefill, decode, now - job.arrived_s, self.jobs.computed(job))
 
     def _prompt_only_tokens(self) -> int:
         """Prefill tokens of a step in which nobody decodes: more where one request is all there is, and can be interrupted."""
@@ -443,7 +441,7 @@ class Engine:
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
-    def _observe(self, grants: list[Grant], seconds: float, first_outputs: int, emitted: int) -> None:
+    def _observe(self, grants: list[Grant], seconds: float, emitted: int) -> None:
         prefilled = sum(g.n_tokens for g in grants if g.prefill)
         decoding = [g for g in grants if not g.prefill]
         rows = sum(g.n_tokens for g in decoding)
@@ -455,9 +453,7 @@ class Engine:
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
             self._pace(grants, seconds)
         self._throttle.stepped(seconds)
-        self.metrics.step(
-            decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds, first=first_outputs
-        )
+        self.metrics.step(decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds)
 
     def _pace(self, grants: list[Grant], seconds: float) -> None:
         """One request's plain steps say how fast this start is."""

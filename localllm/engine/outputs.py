@@ -77,9 +77,8 @@ class OutputProcessor:
         chosen = sample is not None or job.sampler.takes_argmax(len(job.tokens))
         return sample, chosen and job.request.generation.logprobs is None
 
-    def advance(self, grants: list[Grant], result: StepResult) -> int:
-        """Every granted job by one step; returns how many had their first token."""
-        first = 0
+    def advance(self, grants: list[Grant], result: StepResult) -> None:
+        """Every granted job by one step."""
         for i, grant in enumerate(grants):
             job = self.jobs.running[grant.key]
             job.n_kv += grant.n_tokens
@@ -90,10 +89,8 @@ class OutputProcessor:
                 job.prefill_s = self.jobs.clock() - (job.admitted_s or 0)
                 self.jobs.finish(job, "length")
                 continue
-            first += job.first_token_s is None
             job.decode_steps += job.first_token_s is not None
             self._accept(job, result, i)
-        return first
 
     def _after_chunk(self, job: RunningRequest) -> None:
         assert job.sequence is not None

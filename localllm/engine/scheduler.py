@@ -15,6 +15,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from localllm.engine.averages import Average
+
 STALL_RATIO = 7.0
 # On a device a step is short and a prompt's token cheap: no gap is longer than two steps, or than `_GAP_S`, which nobody sees.
 _DEVICE_RATIO, _GAP_S = 2.0, 0.02
@@ -36,7 +38,7 @@ _TILE = 64
 # A dearer token is believed sooner than a cheaper one: what a token costs grows with the depth it is read at (5 % per chunk,
 # early in a long prompt), and a chunk too large is a stall while one too small costs little.
 _SMOOTHING = 0.2
-_CAUTIOUS_SMOOTHING = 0.6
+_CAUTIOUS = 0.6
 # A decode step costs the median of so many with as many sequences: a few slow ones (a buffer that grew, another program, a long
 # prompt that is tokenised) are no measure of the next, and in an average they made everybody wait a quarter longer.
 _STEPS, _FEWEST_STEPS = 31, 5
@@ -84,14 +86,16 @@ def plan_step(wants: Seq[Want], limits: Limits) -> list[Grant]:
     prefilling = sorted((w for w in wants if w.prefill), key=_rank)
     # A prefill that ends in this step needs one row of logits too.
     outputs = max(len(decoding), limits.n_outputs - min(len(prefilling), 1))
-    grants = [
-        Grant(w.key, n, prefill=False)
-        for w, n in zip(decoding, _share([w.decode for w in decoding], min(limits.n_batch, outputs)), strict=True)
-        if n
-    ]
-    used = sum(g.n_tokens for g in grants)
+    shares = _share([w.decode for w in decoding], min(limits.n_batch, outputs))
+    grants = [Grant(w.key, n, prefill=False) for w, n in zip(decoding, shares, strict=True) if n]
+    return [*grants, *_prefill_grants(prefilling, sum(shares), limits)]
+
+
+def _prefill_grants(prefilling: Seq[Want], used: int, limits: Limits) -> list[Grant]:
+    """Grants for prompts in a step of which decodes have `used` tokens and rows of logits."""
+    grants: list[Grant] = []
     rows = limits.n_outputs - used
-    shared = bool(grants)
+    shared = used > 0
     room = min(limits.n_batch - used, limits.n_batch if shared else limits.prompt_only)
     for want in prefilling:
         # A prompt with a few tokens left is as impatient as a decoding stream: it is not made to wait for a long one.
@@ -151,13 +155,13 @@ class ChunkSizer:
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
         self._decode_s: float | None = None
         # What a prompt's token costs alone, and beside streams: a device has much to spare there.
-        self._token_s: list[float | None] = [None, None]
+        self._alone_s, self._beside_s = Average(_SMOOTHING, rising=_CAUTIOUS), Average(_SMOOTHING, rising=_CAUTIOUS)
 
     @property
     def chunk(self) -> int:
         """Prefill tokens allowed in a step that also decodes."""
-        token_s = self._token_s[1] or self._token_s[0]
-        if self._decode_s is None or token_s is None:
+        token_s = self._beside_s.value or self._alone_s.value
+        if self._decode_s is None or not token_s:
             return min(self._n_batch, 2 * _MIN_CHUNK)
         others_s = (STALL_RATIO - 1.0) * self._decode_s
         if self._on_device:
@@ -176,8 +180,7 @@ class ChunkSizer:
     def prompt_tokens(self, step_s: float) -> int:
         """Prefill tokens allowed in a step that decodes nothing and may take `step_s`; on a device, which gains by large ones, longer."""
         least, step_s = (_DEVICE_CHUNK, max(step_s, SINGLE_STEP_S)) if self._on_device else (_PROMPT_CHUNK, step_s)
-        token_s = self._token_s[0] or self._token_s[1]
-        tokens = 0 if token_s is None else int(step_s / token_s) // _TILE * _TILE
+        tokens = int(step_s * (self.prefill_tok_s or 0.0)) // _TILE * _TILE
         return min(self._n_batch, max(least, tokens))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float) -> None:
@@ -188,18 +191,15 @@ class ChunkSizer:
             self._decode_s = statistics.median(alike if len(alike) >= _FEWEST_STEPS else [s for _, s in self._decodes])
         elif prefilled >= _MIN_CHUNK:
             base = self._decode_s if decoded and self._decode_s else 0.0
-            kind, cost_s = int(decoded > 0), max((seconds - base) / prefilled, 1e-9)
-            self._token_s[kind] = _learnt(self._token_s[kind] or self._token_s[1 - kind], cost_s)
+            learnt, other = (self._beside_s, self._alone_s) if decoded else (self._alone_s, self._beside_s)
+            learnt.value = learnt.value or other.value
+            learnt.add(max((seconds - base) / prefilled, 1e-9))
 
     @property
     def prefill_tok_s(self) -> float | None:
         """Measured prefill speed in tokens/s, once known."""
-        token_s = self._token_s[0] or self._token_s[1]
-        return None if token_s is None else 1.0 / token_s
-
-
-def _learnt(old: float | None, new: float) -> float:
-    return new if old is None else old + (_CAUTIOUS_SMOOTHING if new > old else _SMOOTHING) * (new - old)
+        token_s = self._alone_s.value or self._beside_s.value
+        return 1.0 / token_s if token_s else None
 
 
 # How far below the others a newcomer begins, in tokens: a chat's prompt and its answer.

@@ -39,7 +39,7 @@ class FiledBlock(Block):
 
 
 def put(cache: PrefixCache, line: list[int], *, filed: bool = False, size: int = 10) -> bool:
-    start = 0 if cache.whole else cache.peek(line).length
+    start = 0 if cache.indivisible else cache.peek(line).length
     return start < len(line) and cache.insert(line, (FiledBlock if filed else Block)(bytes(size), start, len(line)))
 
 

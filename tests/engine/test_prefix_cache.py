@@ -19,7 +19,7 @@ lines = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 def put(cache: PrefixCache, line: list[int], start: int = 0, size: int = 10) -> bool:
-    return cache.insert(line, Block(bytes(size), 0 if cache.whole else start, len(line)))
+    return cache.insert(line, Block(bytes(size), 0 if cache.indivisible else start, len(line)))
 
 
 @given(lines, lines)
@@ -84,16 +84,16 @@ def test_eviction_takes_the_oldest_leaf_and_never_a_locked_one() -> None:
     cache.check_integrity()
 
 
-def test_a_held_node_refuses_to_be_removed() -> None:
+def test_a_held_block_refuses_to_be_evicted() -> None:
     cache = PrefixCache(capacity_bytes=100)
     put(cache, [1, 2])
     match = cache.match([1, 2])
     cache.lock(match)
-    assert match.node is not None
+    (part,) = match.parts
     with pytest.raises(AssertionError):
-        cache.remove(match.node)
+        cache.evict(part.block)
     cache.unlock(match)
-    cache.remove(match.node)
+    cache.evict(part.block)
     assert cache.held_bytes == 0
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -161,14 +162,18 @@ class CacheBudget:
             missing -= self._drop_copies(missing)
         # What could stay where it is takes no other's place on disk.
         missing -= self._evict(missing, keep, until, "saved" if force or until > self.forgotten else "kept")
-        while missing > 0 and any(c.block.pending for c in self.candidates()):
+        waited = True
+        while missing > 0 and waited and self._is_writing:
             if not force:
                 return "pending"
             waited = self.elsewhere.wait_for_writing()
             missing -= self._evict(missing, keep, until, "saved" if waited else "evicted")
-            if not waited:
-                break
         return "free" if missing <= 0 else "full"
+
+    @property
+    def _is_writing(self) -> bool:
+        """True while something that memory holds is being written, which can be demoted then."""
+        return any(candidate.block.pending for candidate in self.candidates())
 
     def _on_path(self, prefix: Tokens | None) -> set[Block]:
         """The blocks that `prefix` goes through (None: none)."""
@@ -200,7 +205,7 @@ class CacheBudget:
 
     def candidates(self) -> list[Candidate]:
         """What holds memory and is not locked, unused the longest first."""
-        found = (candidate for pool in self.pools for candidate in pool.candidates())
+        found = chain.from_iterable(pool.candidates() for pool in self.pools)
         return sorted(found, key=lambda c: (c.last_used, -c.depth))
 
     def _evict(
@@ -212,7 +217,7 @@ class CacheBudget:
         turns at losing what the other can't use. Returns the bytes freed."""
         freed, lost, coming, can_save = 0, 0, 0, unwritten == "saved"
         doomed: list[Candidate] = []
-        for candidate in sorted(self.candidates(), key=lambda c: unwritten == "evicted" and c.block.pending):
+        for candidate in self._in_order(unwritten):
             if freed + lost + coming >= n_bytes:
                 break
             block = candidate.block
@@ -225,15 +230,24 @@ class CacheBudget:
                 can_save = self.elsewhere.save(candidate, until) != "full"
             if block.pending and unwritten != "evicted":
                 coming += block.held_bytes if unwritten == "saved" else 0
-            elif candidate.last_used <= until and block not in keep:
+            elif block not in keep and candidate.last_used <= until:
                 lost += block.held_bytes
                 doomed.append(candidate)
         if all_or_nothing and freed + lost < n_bytes:
             return freed
-        for candidate in doomed:
-            candidate.pool.evict(candidate.block)
-            self.changes += 1
+        self._evict_all(doomed)
         return freed + lost
+
+    def _in_order(self, unwritten: Unwritten) -> list[Candidate]:
+        """The candidates in the order in which they leave: what is being written last, where that is not waited for."""
+        order = self.candidates()
+        if unwritten == "evicted":
+            order.sort(key=lambda candidate: candidate.block.pending)
+        return order
+
+    def _evict_all(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            candidate.pool.evict(candidate.block)
 
 
 def state_interval(

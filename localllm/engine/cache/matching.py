@@ -111,7 +111,7 @@ def plan_restore(
     if states is not None:
         return _plan_to_a_state(cache, states, prompt, should_load)
     held = match = cache.peek(prompt)
-    if cache.whole:
+    if cache.indivisible:
         # Only one snapshot can be taken: the longest that is worth it.
         match = _longest(cache, held, prompt, should_load)
         return RestorePlan(match, match.parts, held.saved - match.saved, known=held.known)
@@ -193,7 +193,7 @@ _REASONS = {
 }
 
 
-def recomputed(known: int, taken: int, missed: dict[str, int], *, whole: bool) -> dict[str, int]:
+def recomputed(known: int, taken: int, missed: dict[str, int], *, has_points: bool) -> dict[str, int]:
     """Tokens of a prompt that had their KV once and are computed now, by reason (`metrics.RECOMPUTED`): of `known` tokens
     `taken` are there, and `missed` says what became of some of the others."""
     lacking = known - taken
@@ -202,7 +202,7 @@ def recomputed(known: int, taken: int, missed: dict[str, int], *, whole: bool) -
         found[reason] = min(n_tokens, max(lacking, 0))
         lacking -= found[reason]
     if lacking > 0:
-        rest = "short" if known < tunables.MIN_TOKENS else "no_snapshot" if whole else "evicted"
+        rest = "short" if known < tunables.MIN_TOKENS else "no_snapshot" if has_points else "evicted"
         found[rest] = found.get(rest, 0) + lacking
     return {reason: n for reason, n in found.items() if n}
 

@@ -100,29 +100,25 @@ class SequencePool(eviction.OtherPlaces):
         known = plan.known
         if plan.saved >= tunables.MIN_TOKENS:
             best = PrefixSource("cached", plan.saved, known, plan=plan)
-        for job in running:
-            if job.sequence is None:
+        lines: list[RunningSequence | IdleSequence] = [*running, *self._idle]
+        for line in lines:
+            if line.sequence is None:
                 continue
-            shared = image_boundary(prompt.tokens, min(most, job.n_kv, prompt.shared(job)))
+            idle = line if isinstance(line, IdleSequence) else None
+            n_held = len(line.tokens) if isinstance(line, IdleSequence) else line.n_kv
+            shared = image_boundary(prompt.tokens, min(most, n_held, prompt.shared(line)))
             known = max(known, shared)
-            length = shared + plan.saved_behind(shared)
-            if length > best.length:
-                held, state = self._reaches(job.sequence, shared, job.n_kv, prompt.tokens)
-                further = plan.beyond(held)
-                length = held + further.saved
-                if length > best.length:
-                    best = PrefixSource(
-                        "running", length, known, held, sequence=job.sequence, plan=further, state=state
-                    )
-        for idle in self._idle:
-            shared = image_boundary(prompt.tokens, min(most, prompt.shared(idle)))
-            known = max(known, shared)
-            if shared and shared + plan.saved_behind(shared) >= best.length:
-                held, state = self._reaches(idle.sequence, shared, len(idle.tokens), prompt.tokens)
-                further = plan.beyond(held)
-                length = held + further.saved
-                if length >= max(best.length, 1) and self._can_take(idle, held):
-                    best = PrefixSource("idle", length, known, held, idle=idle, plan=further, state=state)
+            # An idle one is taken over, which costs less than a fork: of as many tokens it goes first.
+            least = max(best.length + (idle is None), 1)
+            if not shared or shared + plan.saved_behind(shared) < least:
+                continue
+            held, state = self._reaches(line.sequence, shared, n_held, prompt.tokens)
+            further = plan.beyond(held)
+            length = held + further.saved
+            if length < least or (idle is not None and not self._can_take(idle, held)):
+                continue
+            kind: Literal["idle", "running"] = "running" if idle is None else "idle"
+            best = PrefixSource(kind, length, known, held, idle, line.sequence, further, state)
         return replace(best, known=known)
 
     def has(self, idle: IdleSequence) -> bool:
@@ -281,7 +277,7 @@ class SequencePool(eviction.OtherPlaces):
         """Store the state after exactly `tokens`, for models that can't go back there later."""
         if self.kv.states is not None and self.kv.states.gap(tokens) is not None:
             self.kv.store_state(sequence, tokens, newer=True)
-        elif self.cache.whole and self.cache.gap(tokens) is not None:
+        elif self.cache.indivisible and self.cache.gap(tokens) is not None:
             self.kv.store(sequence, tokens, 0, newer=True)
 
     def checkpoints(self, job: RunningSequence) -> list[int]:

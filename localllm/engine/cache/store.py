@@ -65,7 +65,7 @@ class KvStore(OtherPlaces):
     @property
     def has_points(self) -> bool:
         """True where a sequence can be taken up only at points that something was kept for."""
-        return self.cache.whole or self.states is not None
+        return self.cache.indivisible or self.states is not None
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class KvStore(OtherPlaces):
         if gap is None:
             return space
         start, stop = gap
-        if not self.cache.whole:
+        if not self.cache.indivisible:
             stop = self._piece(sequence, prefix, start, stop)
         return self.store(sequence, prefix[:stop], start, used, force=force)
 
@@ -245,7 +245,7 @@ class KvStore(OtherPlaces):
 
     def _least_bytes(self, n_tokens: int) -> int:
         """The least that the export of so many tokens can have."""
-        if not self.cache.whole:
+        if not self.cache.indivisible:
             return int(self._token_bytes * n_tokens)
         tokens, n_bytes = self._snapshot
         return int(n_bytes * min(1.0, n_tokens / tokens))

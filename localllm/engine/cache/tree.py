@@ -109,7 +109,7 @@ class PrefixCache:
         self.held_bytes = self.evicted_tokens = 0
 
     @property
-    def whole(self) -> bool:
+    def indivisible(self) -> bool:
         """True where a block is of use as a whole only, at its end: states and snapshots."""
         return self.kind != "kv"
 
@@ -123,10 +123,10 @@ class PrefixCache:
         known = 0
         for node, shared in self._along(prefix):
             known = node.start + shared
-            if node.block is None or (self.whole and shared < len(node.tokens)):
+            if node.block is None or (self.indivisible and shared < len(node.tokens)):
                 continue
             deepest = node
-            if self.whole:
+            if self.indivisible:
                 parts = [CachedPart(node.block, 0, node.stop)]
             elif parts and parts[-1].block is node.block and parts[-1].stop == node.start:
                 parts[-1] = CachedPart(node.block, parts[-1].start, known)
@@ -177,7 +177,7 @@ class PrefixCache:
             if part.start > reached:
                 return reached, part.start
             reached = max(reached, part.stop)
-        return (0 if self.whole else reached, len(tokens)) if reached < len(tokens) else None
+        return (0 if self.indivisible else reached, len(tokens)) if reached < len(tokens) else None
 
     # --- writing -------------------------------------------------------------------------------------------------
 
@@ -195,11 +195,11 @@ class PrefixCache:
         ):
             return False
         at = self.budget.use() if used is None else used
-        if not self.whole:
+        if not self.indivisible:
             self._walk(prefix[: block.start])
         end = self._walk(prefix)
-        for node in [end] if self.whole else self._path(end):
-            if node.start >= (0 if self.whole else block.start) and _better(node.block, block):
+        for node in [end] if self.indivisible else self._path(end):
+            if node.start >= (0 if self.indivisible else block.start) and _better(node.block, block):
                 self._set_block(node, block)
         self._use(end, at)
         self.budget.changes += 1
@@ -213,14 +213,8 @@ class PrefixCache:
             block.promote(data)
             self.held_bytes += block.held_bytes
 
-    def remove(self, node: Node) -> None:
-        """Forget an unlocked node's block, and the node itself if nothing hangs on it."""
-        assert node.locks == 0, "a held node can't be evicted"
-        self._set_block(node, None)
-        self._prune(node)
-
     def forget(self, block: Block) -> None:
-        """A block turned out to be lost: no node has it any more. What hangs on it stays, behind a gap."""
+        """A block turned out to be lost, or is evicted: no node has it any more. What hangs on it stays, behind a gap."""
         for node in list(self._users.get(block, [])):
             self._set_block(node, None)
             self._prune(node)
@@ -239,10 +233,10 @@ class PrefixCache:
             assert node.children or node.block is not None or node.locks, "a dead leaf"
             assert node.locks >= max((c.locks for c in node.children.values()), default=0), "a lock without its path"
             newest = max((c.last_used for c in node.children.values()), default=0)
-            assert self.whole or node.last_used >= newest, "a beginning older than its end"
+            assert self.indivisible or node.last_used >= newest, "a beginning older than its end"
             if node.block is not None:
                 users[node.block] = users.get(node.block, 0) + 1
-                assert node.block.start <= (0 if self.whole else node.start), "a block that begins after its node"
+                assert node.block.start <= (0 if self.indivisible else node.start), "a block that begins after its node"
                 assert node.block.stop >= node.stop, "a block that ends before its node"
         assert users == {block: len(nodes) for block, nodes in self._users.items()}, "users disagree with the tree"
         assert self.held_bytes == sum(block.held_bytes for block in self._users), "held_bytes is wrong"
@@ -257,7 +251,7 @@ class PrefixCache:
     def on_path(self, prefix: Tokens) -> set[Block]:
         """The blocks that `prefix` goes through, which are not evicted for it; of snapshots the longest."""
         along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
-        if self.whole:
+        if self.indivisible:
             return set([block for n, block, shared in along if shared == len(n.tokens)][-1:])
         return {block for n, block, shared in along if _uses(n, n.start + shared)}
 
@@ -282,9 +276,9 @@ class PrefixCache:
 
     def evict(self, block: Block) -> None:
         nodes = self._users[block]
-        self.evicted_tokens += sum(len(n.tokens) for n in nodes)
-        for node in list(nodes):
-            self.remove(node)
+        assert not any(node.locks for node in nodes), "a held node can't be evicted"
+        self.evicted_tokens += sum(len(node.tokens) for node in nodes)
+        self.forget(block)
 
     # --- the tree ------------------------------------------------------------------------------------------------
 
@@ -303,7 +297,7 @@ class PrefixCache:
 
     def _use(self, node: Node | None, used: int) -> None:
         """A sequence up to `node` was used: all of it, or of whole blocks just that one."""
-        for step in self._path(node)[-1:] if self.whole else self._path(node):
+        for step in self._path(node)[-1:] if self.indivisible else self._path(node):
             self._use_node(step, used)
 
     def _use_node(self, node: Node, used: int) -> None:
@@ -313,17 +307,12 @@ class PrefixCache:
 
     def _wanted(self, prefix: Tokens, block: Block) -> bool:
         """Are there tokens that this block serves better than what they have?"""
-        at = 0
+        at, node = 0, self._root
         for node, shared in self._along(prefix):
             at = node.start + shared
-            if self.whole:
-                continue
-            if at > block.start and _better(node.block, block):
+            if not self.indivisible and at > block.start and _better(node.block, block):
                 return True
-        if not self.whole or at < len(prefix):
-            return at < len(prefix)
-        found = [node for node, shared in self._along(prefix) if node.start + shared == len(prefix)]
-        return not found or found[0].stop > len(prefix) or found[0].block is None
+        return at < len(prefix) or (self.indivisible and (node.stop > at or node.block is None))
 
     def _walk(self, prefix: Tokens) -> Node:
         """The node that ends exactly at len(prefix), splitting and growing edges on the way."""
@@ -348,7 +337,7 @@ class PrefixCache:
         node.parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.start, node.parent = node.tokens[at:].copy(), node.start + at, upper
         upper.children[int(node.tokens[0])] = node
-        if node.block is not None and not self.whole:
+        if node.block is not None and not self.indivisible:
             self._set_block(upper, node.block)
         return upper
 

@@ -48,7 +48,7 @@ class Metrics:
         """Count tokens that had their KV once and are computed again, by one of the reasons in `RECOMPUTED`."""
         self.recomputed_tokens[reason] += max(0, n_tokens)
 
-    def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float, first: int) -> None:
+    def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float) -> None:
         """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled` tokens, that took
         `seconds`."""
         self.steps += 1
