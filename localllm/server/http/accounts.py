@@ -112,7 +112,8 @@ class Account:
     ) -> None:
         self.name, self.owner, self.used, self.active = name, owner, KeyUsage(), 0
         self.admin = admin or not name
-        self.cache_scope = f"group {share_cache}" if share_cache else f"key {name}" if name else ""
+        own_scope = f"key {name}" if name else ""
+        self.cache_scope = f"group {share_cache}" if share_cache else own_scope
         self.limits = limits or KeyLimits()
         per_minute, tokens = self.limits.requests_per_minute, self.limits.tokens_per_minute
         self._requests = TokenBucket(per_minute, clock) if per_minute is not None else None

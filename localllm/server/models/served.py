@@ -120,7 +120,9 @@ class ServedModel:
 
     @property
     def state(self) -> State:
-        return "loaded" if self.worker.loaded else "loading" if self.worker.loading else "available"
+        if self.worker.loaded:
+            return "loaded"
+        return "loading" if self.worker.loading else "available"
 
     async def engine(self) -> EngineClient:
         return await self.worker.engine()

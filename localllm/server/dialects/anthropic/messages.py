@@ -100,10 +100,17 @@ def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest
         parallel=parallel,
         grammar=fields.constraint(),
         parse_special=bool(fields.parse_special),
-        effort="none" if thinking == "disabled" else effort if effort else "high" if thinking else None,
+        effort=_effort(thinking, effort),
     )
     chat = ChatRequest(normalise(messages, omitted), fields.generation(default), options)
     return chat, [*skipped, *dict.fromkeys(omitted)]
+
+
+def _effort(thinking: str | None, effort: str | None) -> str | None:
+    """The reasoning effort: what is switched off has none, and what is switched on a high one unless it is named."""
+    if thinking == "disabled":
+        return "none"
+    return effort or ("high" if thinking else None)
 
 
 def _form(wanted: Any) -> Constraint | None:
