@@ -28,6 +28,9 @@ settings.load_profile("ours")
 # As the worker runs (localllm/engine/worker/client.py): read by OpenMP when llama.cpp is first loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# Nothing that is imported and collected is garbage: no sweep looks for it meanwhile.
+gc.disable()
+
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Bytes are named by their length: what they hold may be of its moment, and side by side names must agree."""
@@ -39,6 +42,7 @@ def pytest_collection_finish() -> None:
 
     A backend that closes sweeps, which among the objects of eight thousand tests takes half a second each time.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 

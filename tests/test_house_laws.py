@@ -7,15 +7,18 @@ import subprocess
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
 from support.house_measures import ROOT, Function, measure, product
 
-PRODUCT = product()
-TESTS = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))
-}
+
+@cache
+def trees_of_tests() -> dict[str, ast.Module]:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in files}
+
 
 CEILINGS = "tests/house_ceilings.toml"
 
@@ -27,7 +30,7 @@ def git(*arguments: str) -> str:
 
 def test_no_measure_of_the_house_is_above_its_ceiling() -> None:
     ceilings = tomllib.loads((ROOT / CEILINGS).read_text())
-    measures = measure(PRODUCT)
+    measures = measure(product())
     assert set(ceilings) == set(measures.figures)
     above = {
         name: f"{n} > {ceilings[name]} ({measures.largest.get(name, '')})"
@@ -49,7 +52,7 @@ def test_a_ceiling_never_rises() -> None:
 
 def test_a_step_fits_on_a_screen() -> None:
     """What the engine does with a step is five verbs, each of which can be looked up."""
-    core = PRODUCT["localllm/engine/core.py"]
+    core = product()["localllm/engine/core.py"]
     step = next(n for n in ast.walk(core) if isinstance(n, ast.FunctionDef) and n.name == "step")
     assert (step.end_lineno or 0) - step.lineno < 25
     called = {n.func.attr for n in ast.walk(step) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
@@ -61,7 +64,7 @@ def floors(package: str) -> int:
     the first, and everything else one above the highest that it imports."""
     folder = package.replace(".", "/") + "/"
     below: dict[str, set[str]] = defaultdict(set)
-    for name, tree in PRODUCT.items():
+    for name, tree in product().items():
         if not name.startswith(folder) or name == f"{folder}__init__.py":
             continue
         room = name.removeprefix(folder).partition("/")[0].removesuffix(".py")
@@ -97,7 +100,7 @@ OTHER_READERS = {
 def test_memory_is_read_in_one_place() -> None:
     reads = {
         name
-        for name, tree in PRODUCT.items()
+        for name, tree in product().items()
         for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and node.attr in MEMORY_SOURCES)
         or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.strip(":") in MEMORY_SOURCES)
@@ -115,7 +118,7 @@ NAME_OWNERS = dict.fromkeys(("llamacpp", "mlx"), ("backends/",)) | dict.fromkeys
 def test_only_its_owner_writes_the_name_of_a_backend_or_an_accelerator() -> None:
     found = {
         f"{path}:{node.lineno}: {node.value}"
-        for path, tree in PRODUCT.items()
+        for path, tree in product().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
@@ -125,13 +128,17 @@ def test_only_its_owner_writes_the_name_of_a_backend_or_an_accelerator() -> None
     assert found == set()
 
 
-CLASSES = [(name, node) for name, tree in PRODUCT.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+@cache
+def classes() -> list[tuple[str, ast.ClassDef]]:
+    return [
+        (name, node) for name, tree in product().items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    ]
 
 
 def test_no_class_name_stands_twice() -> None:
     """A name means one thing in the whole product, so that it can be looked for."""
     found = defaultdict(list)
-    for name, node in CLASSES:
+    for name, node in classes():
         found[node.name].append(f"{name}:{node.lineno}")
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
@@ -158,8 +165,8 @@ def test_a_protocol_inside_a_package_has_more_than_one_implementation() -> None:
         return name.rpartition("/")[0]
 
     alone = set()
-    others = [(at, members(node)) for at, node in CLASSES if not is_protocol(node)]
-    for name, protocol in CLASSES:
+    others = [(at, members(node)) for at, node in classes() if not is_protocol(node)]
+    for name, protocol in classes():
         if not is_protocol(protocol) or members(protocol) == {"__call__"}:
             continue
         fulfil = [at for at, has in others if members(protocol) <= has]
@@ -212,7 +219,7 @@ FOREIGN_PRIVATE = {
 
 
 def test_tests_use_public_doors() -> None:
-    found = {(name, what) for name, tree in TESTS.items() for _, what in private_names(tree)}
+    found = {(name, what) for name, tree in trees_of_tests().items() for _, what in private_names(tree)}
     assert found - FOREIGN_PRIVATE == set()
 
 
@@ -220,7 +227,7 @@ def test_no_test_sleeps() -> None:
     """A test waits for what it is about to happen; a pause is too short on a slow machine and too long on a quick one."""
     found = [
         f"{name}:{node.lineno}"
-        for name, tree in TESTS.items()
+        for name, tree in trees_of_tests().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) in ("time.sleep", "sleep", "asyncio.sleep")
@@ -239,7 +246,7 @@ def calls(node: ast.AST) -> set[str]:
 def test_every_test_asserts_something() -> None:
     """By itself, or by a helper of the tests (or of the backends' conformance suite) that does."""
     helpers: dict[str, ast.AST] = {}
-    for tree in [*TESTS.values(), PRODUCT["backends/localllm_backends/conformance.py"]]:
+    for tree in [*trees_of_tests().values(), product()["backends/localllm_backends/conformance.py"]]:
         helpers |= {n.name: n for n in ast.walk(tree) if isinstance(n, Function | ast.ClassDef)}
     asserting = {"raises", "warns", "fail", "check", "check_integrity"}
     while True:
@@ -252,7 +259,7 @@ def test_every_test_asserts_something() -> None:
         asserting |= new
     silent = [
         f"{name}:{node.lineno} {node.name}"
-        for name, tree in TESTS.items()
+        for name, tree in trees_of_tests().items()
         for node in ast.walk(tree)
         if isinstance(node, Function) and node.name.startswith("test_") and node.name not in asserting
     ]

@@ -73,12 +73,12 @@ def test_the_models_people_ask_for_are_there(loaded: catalog.Catalog, model_id: 
 @pytest.mark.parametrize("family", sorted(catalog.FAMILIES_DIR.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_family_is_written_as_the_schema_says(family: Path) -> None:
     for table in catalog.read_family(family):
-        ModelTable.model_validate({key: value for key, value in table.items() if key != "_file"})
+        assert ModelTable.model_validate({key: value for key, value in table.items() if key != "_file"})
 
 
 def test_every_source_is_written_as_the_schema_says() -> None:
     for table in catalog.read_sources().values():
-        SourceTable.model_validate(table)
+        assert SourceTable.model_validate(table)
 
 
 def test_the_check_finds_nothing_to_complain_about(capsys: pytest.CaptureFixture[str]) -> None:

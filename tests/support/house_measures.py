@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +18,7 @@ _BRANCHES = (
 )  # fmt: skip
 
 
+@cache
 def product() -> dict[str, ast.Module]:
     """The syntax of every file of the product, by its path in the checkout."""
     files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))

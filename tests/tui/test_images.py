@@ -90,12 +90,12 @@ def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
     assert 16 < found.tokens < 100
 
 
-def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, smollm2: Path) -> None:
+def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, few_layers: Path) -> None:
     """In the list of `@`, in one answer, and in the chat, where the next question goes on without the image."""
     shot = tmp_path / "shot.png"
     shot.write_bytes(PIXEL)
     engine = Supervisor(
-        WorkerOptions(LoadSpec(str(smollm2), n_ctx=512, n_seq_max=2, placement=Placement(gpu_layers=0)))
+        WorkerOptions(LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2, placement=Placement(gpu_layers=0)))
     )
     said = "this model reads text only, not images"
     with running_server({"tiny": engine}) as running:
