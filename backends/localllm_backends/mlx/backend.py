@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -31,8 +31,10 @@ from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
 from localllm_backends.mlx.kv_export import KvExport
 from localllm_backends.mlx.mtp import MlxHeads, MtpModule
-from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, Sizes, Undo
-from localllm_backends.mlx.stepping import WHOLE_TOKENS, MlxStepResult, Stepper
+from localllm_backends.mlx.results import MlxStepResult
+from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Undo
+from localllm_backends.mlx.shapes import Shapes, Sizes
+from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
 from localllm_backends.owned import OwnedBackend
 
@@ -87,23 +89,7 @@ class MlxBackend(OwnedBackend):
         )  # fmt: skip
         self._bound = memory.BufferBound(_total_bytes())
         self._wired = memory.Wired(wanted=spec.wired)
-        # Where no layer keeps every token there is nothing that states could be apart from.
-        apart = layout.keeps_tokens and not layout.plain and loaded.n_shares == 1
-        on_gpu = mx.default_device() != mx.Device(mx.cpu)
-        self.capabilities = Capabilities(
-            rewind="any" if layout.plain else "none" if layout.recurrent and not self._n_rewind else "bounded",
-            rewind_tokens=self._n_rewind if layout.recurrent else layout.slack,
-            # The first token written after a fork copies the buffers, so a fork's cells are taken when it is made.
-            shares_cells=False,
-            segments=layout.plain or apart,
-            states=apart,
-            kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
-            # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far away.
-            samples=on_gpu and loaded.n_shares == 1,
-            kv_on_device=on_gpu,
-            drafts=MlxHeads.longest if loaded.heads is not None else 0,
-            draft_kind=MlxHeads.kind if loaded.heads is not None else "",
-        )
+        self.capabilities = _capabilities(loaded, self._n_rewind)
         self.info = _model_info(loaded)
         identity = f"{self.info.fingerprint} {shapes.kv_type}"
         self._heads = (
@@ -368,6 +354,28 @@ class MlxBackend(OwnedBackend):
         gc.collect()
         self._wired.close()
         self._bound.close()
+
+
+def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
+    layout, shapes, heads = loaded.layout, loaded.shapes, loaded.heads
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    # Where no layer keeps every token there is nothing that states could be apart from.
+    apart = layout.keeps_tokens and not layout.plain and loaded.n_shares == 1
+    rewind: Literal["any", "bounded", "none"] = "none" if layout.recurrent and not n_rewind else "bounded"
+    return Capabilities(
+        rewind="any" if layout.plain else rewind,
+        rewind_tokens=n_rewind if layout.recurrent else layout.slack,
+        # The first token written after a fork copies the buffers, so a fork's cells are taken when it is made.
+        shares_cells=False,
+        segments=layout.plain or apart,
+        states=apart,
+        kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
+        # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far away.
+        samples=on_gpu and loaded.n_shares == 1,
+        kv_on_device=on_gpu,
+        drafts=MlxHeads.longest if heads is not None else 0,
+        draft_kind=MlxHeads.kind if heads is not None else "",
+    )
 
 
 def _model_info(loaded: Loaded) -> ModelInfo:

@@ -18,7 +18,8 @@ import numpy as np
 
 from localllm_backends.contract import BackendFailure, CannotRewindError
 from localllm_backends.mlx.attention import LineAttention
-from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, arrays_of
+from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, arrays_of
+from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import Stepper
 
 _HEAD = struct.Struct("<4sI")

@@ -19,8 +19,10 @@ from localllm_backends.mlx import memory, mtp
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, weight_files
-from localllm_backends.mlx.sequence_cache import Layout, Shapes, Sizes
+from localllm_backends.mlx.sequence_cache import Layout
+from localllm_backends.mlx.shapes import Shapes, Sizes
 from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
+from localllm_backends.reasons import first_reason
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
 _OWN_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -40,16 +42,20 @@ _HALF_FAMILIES = {"llama", "mistral", "qwen3_5_moe"}
 
 def check_spec(spec: LoadSpec) -> None:
     """LoadError for what MLX has no setting for: nothing asked for is quietly left out."""
-    if spec.n_threads:
-        raise LoadError("MLX has no setting for CPU threads: leave the number of threads to it")
-    if not spec.flash_attention:
-        raise LoadError("MLX has one attention kernel and no setting to turn it off")
-    if spec.kv_type_k != spec.kv_type_v:
-        raise LoadError(f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} were asked for")
-    if spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement():
-        raise LoadError("MLX keeps a model in one memory: its layers and experts can't be placed one by one")
-    if spec.drafter and not spec.drafter_optional:
-        raise LoadError("trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file")
+    placed_apart = spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement()
+    k, v = spec.kv_type_k, spec.kv_type_v
+    reason = first_reason([
+        (spec.n_threads, "MLX has no setting for CPU threads: leave the number of threads to it"),
+        (not spec.flash_attention, "MLX has one attention kernel and no setting to turn it off"),
+        (k != v, f"MLX stores keys and values in one type: {k} and {v} were asked for"),
+        (placed_apart, "MLX keeps a model in one memory: its layers and experts can't be placed one by one"),
+        (
+            spec.drafter and not spec.drafter_optional,
+            "trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file",
+        ),
+    ])
+    if reason:
+        raise LoadError(reason)
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:

@@ -25,8 +25,10 @@ from localllm_backends.following import CANDIDATES, LEAST_PROBABILITY, LONGEST_D
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.files import weight_files
 from localllm_backends.mlx.kv_export import KvExport
-from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Shapes, arrays_of
-from localllm_backends.mlx.stepping import WHOLE_TOKENS, HiddenRow, Stepper
+from localllm_backends.mlx.results import HiddenRow
+from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, arrays_of
+from localllm_backends.mlx.shapes import Shapes
+from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, SampleSpec, StepError, StepResult
-from localllm_backends.mlx.sampling import UNSURE, DeviceSamples, sample
+from localllm_backends.mlx.results import HiddenRow, LogitRows, MlxStepResult
+from localllm_backends.mlx.sampling import DeviceSamples, sample
 from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of, row_of_state
 
 # A chunk up to this long computes all its rows of logits; a longer one is cut, so that the vocabulary is multiplied
@@ -24,83 +25,6 @@ WHOLE_TOKENS = 16
 SCORES_AT_ONCE = 2048 * 65_536
 _PIECE = 64
 
-# A row of what the model knew at a token: an array [lines, tokens, width] and its place there.
-HiddenRow = tuple[Any, int, int]
-
-
-@dataclass
-class _LogitRows:
-    """Rows of logits that came out of one call."""
-
-    logits: Any
-    best: Any
-    host: list[int] | None = None
-
-    def best_tokens(self) -> list[int]:
-        if self.host is None:
-            self.host = [int(t) for t in np.array(self.best)]
-        return self.host
-
-
-@dataclass
-class MlxStepResult(StepResult):
-    """See StepResult. Logits stay in MLX's memory until somebody asks for them as numbers: on a stream of their own, since the next
-    step may be under way."""
-
-    n_vocab: int
-    chunks: Sequence[Chunk]
-    lines: list[SequenceCache]
-    stream: Any
-    # What must be computed for the step to be done, and is not under way.
-    fresh: list[Any] = field(default_factory=list)
-    pieces: list[tuple[_LogitRows, int, int] | None] = field(default_factory=list)
-    samples: list[tuple[DeviceSamples, int] | None] = field(default_factory=list)
-    hidden: list[list[HiddenRow]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pieces = [None] * len(self.lines)
-        self.hidden = [[] for _ in self.lines]
-        self.samples = [None] * len(self.lines)
-        for line in self.lines:
-            line.follows_best = False
-
-    def argmax(self, chunk: int) -> list[int]:
-        self.lines[chunk].follows_best = True
-        piece = self.pieces[chunk]
-        return [] if piece is None else piece[0].best_tokens()[piece[1] : piece[2]]
-
-    def sampled(self, chunk: int) -> int | None:
-        piece = self.samples[chunk]
-        token = UNSURE if piece is None else piece[0].on_host()[piece[1]]
-        return None if token == UNSURE else token
-
-    def next_token(self, chunk: int) -> int | None:
-        """What most likely follows the chunk: what was sampled, else its best token; None where nothing was asked for."""
-        if self.samples[chunk] is not None:
-            return self.sampled(chunk)
-        piece = self.pieces[chunk]
-        return None if piece is None else piece[0].best_tokens()[piece[2] - 1]
-
-    def chosen(self) -> list[Any]:
-        """The arrays that say what follows the chunks."""
-        found = [
-            s[0].tokens if s is not None else p[0].best for s, p in zip(self.samples, self.pieces, strict=True) if p
-        ]
-        return list({id(a): a for a in found}.values())
-
-    def logits(self, chunk: int) -> NDArray[np.float32]:
-        piece = self.pieces[chunk]
-        if piece is None:
-            return np.empty((0, self.n_vocab), dtype=np.float32)
-        group, start, stop = piece
-        try:
-            with mx.stream(self.stream):
-                rows: NDArray[np.float32] = np.array(group.logits[start:stop].astype(mx.float32), copy=False)
-        except Exception as e:
-            raise StepError(f"MLX could not give out the logits of this step: {e}") from e
-        rows.flags.writeable = False
-        return rows
-
 
 @dataclass
 class _Ahead:
@@ -110,7 +34,7 @@ class _Ahead:
     lines: list[SequenceCache]
     memory: SequenceCache | SequenceBatch
     state: list[list[Any]]
-    group: _LogitRows
+    group: LogitRows
     hidden: list[Any]
     samples: dict[SequenceCache, tuple[DeviceSamples, int]] = field(default_factory=dict)
 
@@ -197,7 +121,7 @@ class Stepper:
         hidden = self._take_hidden()
         result.fresh.extend(hidden)
         flat = logits.reshape(-1, self._n_vocab)
-        group = _LogitRows(flat, mx.argmax(flat, axis=-1))
+        group = LogitRows(flat, mx.argmax(flat, axis=-1))
         longest = int(ids.shape[1])
         for row, i in enumerate(rows):
             tokens = result.chunks[i].tokens
@@ -235,7 +159,7 @@ class Stepper:
         logits = self.model(ids, cache=line.caches)
         if outputs:
             rows = logits[0, -outputs:]
-            group = _LogitRows(rows, mx.argmax(rows, axis=-1))
+            group = LogitRows(rows, mx.argmax(rows, axis=-1))
             result.pieces[i] = (group, 0, outputs)
             if chunk.sample is None:
                 result.fresh.append(group.best)
@@ -319,7 +243,7 @@ class Stepper:
         logits = self.model(given[:, None], cache=memory.caches)[:, -1]
         if isinstance(memory, SequenceBatch):
             memory.advance([1] * len(lines))
-        return _Ahead(lines, memory, state, _LogitRows(logits, mx.argmax(logits, axis=-1)), self._take_hidden())
+        return _Ahead(lines, memory, state, LogitRows(logits, mx.argmax(logits, axis=-1)), self._take_hidden())
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:

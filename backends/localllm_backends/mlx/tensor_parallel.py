@@ -38,7 +38,7 @@ from localllm_backends.mlx.machines import (
     write_frame,
 )
 from localllm_backends.mlx.sequence_cache import SequenceCache
-from localllm_backends.mlx.stepping import MlxStepResult
+from localllm_backends.mlx.results import MlxStepResult
 
 _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
 _PARTS = struct.Struct("<4sI")
