@@ -54,20 +54,15 @@ def _changes(spec: SampleSpec) -> bool:
 def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
     """One row's few as `spec` changes them, -inf where something outside might be greater than them."""
     least, seen, out = logits.min(), spec.seen, logits.copy()
-    rises = [added > 0 for amounts in (spec.bias, spec.reduced) if amounts is not None for added in amounts[1:]]
-    if any(r.any() for r in rises) or (seen and (seen.repeat < 1.0 or seen.presence < 0.0 or seen.frequency < 0.0)):
+    if _raises(spec):
         return np.full_like(out, -np.inf)
-    if spec.bias is not None:
-        hit, at = _found(ids, spec.bias[0])
-        out[hit] += spec.bias[1][at]
+    _add(out, ids, spec.bias)
     if seen is not None and len(seen.ids):
         hit, at = _found(ids, seen.ids)
         counts, was = seen.counts[at].astype(np.float32), out[hit]
         was = np.where(was > 0, was / np.float32(seen.repeat), was * np.float32(seen.repeat))
         out[hit] = was - (counts * np.float32(seen.frequency) + np.float32(seen.presence))
-    if spec.reduced is not None:
-        hit, at = _found(ids, spec.reduced[0])
-        out[hit] += spec.reduced[1][at]
+    _add(out, ids, spec.reduced)
     if spec.allowed is not None:
         out[(spec.allowed[ids >> 3] >> (ids & 7)) & 1 == 0] = -np.inf
     for token in spec.banned:
@@ -75,6 +70,21 @@ def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
     # As it is where nothing is left: that is for whoever sees the whole row.
     out[out <= least] = -np.inf
     return out
+
+
+def _raises(spec: SampleSpec) -> bool:
+    """Can a logit become greater than it was?"""
+    seen = spec.seen
+    if seen is not None and (seen.repeat < 1.0 or seen.presence < 0.0 or seen.frequency < 0.0):
+        return True
+    added = [amounts[1] for amounts in (spec.bias, spec.reduced) if amounts is not None]
+    return any(bool((numbers > 0).any()) for numbers in added)
+
+
+def _add(logits: Rows, ids: Ids, amounts: tuple[NDArray[np.int64], Rows] | None) -> None:
+    if amounts is not None:
+        hit, at = _found(ids, amounts[0])
+        logits[hit] += amounts[1][at]
 
 
 def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from localllm_backends.contract import (
     BackendFailure,
     CannotRewindError,
-    Capabilities,
     Chunk,
     InterruptedStepError,
     LoadSpec,
@@ -31,8 +30,8 @@ from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.kv_blocks import HEADER, MAGIC, MAGIC_MTP, SequenceMemory, States, span
 from localllm_backends.llamacpp.kv_fidelity import KvTypeComparison
-from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, model_info
-from localllm_backends.llamacpp.native import GGML_TYPES, BufferSizes, has_gpu, log
+from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabilities, model_info
+from localllm_backends.llamacpp.native import BufferSizes, has_gpu, log
 from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, bytes_for
 from localllm_backends.llamacpp.top_logits import SortedOut, TopLogits
 from localllm_backends.llamacpp.weights import fingerprint
@@ -80,31 +79,11 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self._states = None
         self.drop(warm)
         self._mapped = huge_weights.weights_of(path, spec)
-        self.capabilities = self._capabilities(plain, n_batch, on_device=spec.n_gpu_layers != 0 and has_gpu())
+        self.capabilities = capabilities(
+            llama, context, heads, states=self._states is not None, on_device=spec.n_gpu_layers != 0 and has_gpu()
+        )
         if self.capabilities.asynchronous and plain:
             self.sort_where_computed()
-
-    def _capabilities(self, plain: bool, n_batch: int, *, on_device: bool) -> Capabilities:
-        heads, recurrent = self._heads, self._recurrent
-        rewind: Literal["any", "bounded", "none"] = "bounded" if self._n_swa or self._n_rewind else "none"
-        return Capabilities(
-            rewind="any" if plain else rewind,
-            rewind_tokens=n_batch if self._n_swa and not recurrent else self._n_rewind,
-            shares_cells=True,
-            segments=plain or self._states is not None,
-            states=self._states is not None,
-            kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
-            threaded=True,
-            compares_kv=True,
-            interruptible=not recurrent,  # half a step is taken back from attention, never from a state
-            drafts=heads.longest if heads is not None else 0,
-            draft_kind=heads.kind if heads is not None else "",
-            kv_on_device=on_device,
-            # Draft heads and rollback read what a step computed before it returns.
-            asynchronous=on_device and heads is None and not self._n_rewind,
-            # Not run on a GPU: there a step's micro-batch is short anyway.
-            sliced_prefill=plain and heads is None and not on_device,
-        )
 
     def sort_where_computed(self) -> None:
         """With several streams the greatest logits are sorted out by what computes them: for devices, whose rows are far."""

@@ -144,6 +144,7 @@ def new_context(
     `draft_cells` more to draft in. `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
     llama = start_native()
     params = llama.llama_context_default_params()
+    drafts = mtp or beside is not None
     n_batch = n_batch or spec.n_batch or _MICRO_BATCH
     params.n_ctx = served_context(model, spec)
     params.n_ubatch = n_batch
@@ -153,17 +154,16 @@ def new_context(
     params.n_seq_max = n_seq_max
     # llama.cpp aborts the process where there is less than one row for each sequence.
     params.n_outputs_max = max(outputs_reserved(spec, n_batch), n_seq_max)
-    params.n_rs_seq = spec.n_rewind
+    params.n_rs_seq = 0 if drafts else spec.n_rewind
     if mtp:
         heads = max(1, int(llama.llama_model_n_layer_nextn(model)))
         params.ctx_type = llama.LLAMA_CONTEXT_TYPE_MTP
         params.n_outputs_max = min(n_batch, n_seq_max * heads)
     if beside is not None:
         params.ctx_other, params.n_outputs_max = beside, n_batch
-    if mtp or beside is not None:
+    if drafts:
         # Beside what the model holds, room for what is being drafted, and for what a fork has to read for itself.
         params.n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
-        params.n_rs_seq = 0
     params.n_threads = params.n_threads_batch = spec.n_threads or usable_cores()
     # AUTO, not ON: where a device lacks the kernel, ON would silently compute attention on the CPU.
     params.flash_attn_type = _FLASH_AUTO if spec.flash_attention else _FLASH_OFF
@@ -177,8 +177,13 @@ def new_context(
     params.op_offload = spec.n_gpu_layers != 0
     if at_node is not None:
         params.cb_eval = at_node
+    return made_context(model, params)
+
+
+def made_context(model: Any, params: Any) -> Any:
+    """The llama_context; OutOfMemoryError or LoadError with llama.cpp's own reason."""
     log.mark()
-    context = llama.llama_init_from_model(model, params)
+    context = start_native().llama_init_from_model(model, params)
     if not context:
         why = cause("llama.cpp gave no reason")
         if "alloc" in why:

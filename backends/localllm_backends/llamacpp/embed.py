@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from localllm_backends.contract import BackendFailure, Embedder, LoadError, ModelInfo, OutOfMemoryError, StepError
+from localllm_backends.contract import BackendFailure, Embedder, LoadError, ModelInfo, StepError
 from localllm_backends.control_text import LiteralText, control_texts
 from localllm_backends.llamacpp.batch import Batch, Rows
+from localllm_backends.llamacpp.context import made_context
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary
 from localllm_backends.llamacpp.native import c_string, cause, log, offload, start_native
 from localllm_backends.llamacpp.threads import usable_cores
@@ -188,12 +189,7 @@ def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> 
     params.kv_unified = True
     params.n_threads = params.n_threads_batch = n_threads or usable_cores()
     params.no_perf = True
-    log.mark()
-    context = llama.llama_init_from_model(model, params)
-    if not context:
-        why = cause("no reason given")
-        kind = OutOfMemoryError if "alloc" in why else LoadError
-        raise kind(f"llama.cpp can't make an embedding context of {tokens} tokens: {why}")
+    context = made_context(model, params)
     pooling = int(llama.llama_pooling_type(context))
     if pooling not in _POOLINGS:
         llama.llama_free(context)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from localllm_backends.contract import LoadSpec, ModelInfo
+from localllm_backends.contract import Capabilities, LoadSpec, ModelInfo
 from localllm_backends.control_text import LiteralText
-from localllm_backends.llamacpp.native import c_string, token_piece
+from localllm_backends.llamacpp.heads import DraftHeads
+from localllm_backends.llamacpp.native import GGML_TYPES, c_string, token_piece
 from localllm_backends.llamacpp.weights import kv_meaning
 from localllm_backends.vocabulary import TokenBytes
 
@@ -103,6 +104,39 @@ def model_info(words: LlamaCppVocabulary, llama: Any, model: Any, spec: LoadSpec
         metadata=metadata,
         control_texts=words.control_texts,
         **served,
+    )
+
+
+def capabilities(llama: Any, context: Any, heads: DraftHeads | None, *, states: bool, on_device: bool) -> Capabilities:
+    """What the memory of `context` can do; `states`: they can be had apart."""
+    model = llama.llama_get_model(context)
+    windowed = llama.llama_model_n_swa(model) > 0
+    recurrent = bool(llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model))
+    plain = not windowed and not recurrent
+    n_rewind = 0
+    if recurrent:
+        n_rewind = int(llama.llama_n_rs_seq(context))
+    elif windowed:
+        n_rewind = int(llama.llama_n_batch(context))
+    rewind: Literal["bounded", "none"] = "bounded" if windowed or n_rewind else "none"
+    drafts, draft_kind = (heads.longest, heads.kind) if heads is not None else (0, "")
+    return Capabilities(
+        rewind="any" if plain else rewind,
+        rewind_tokens=n_rewind,
+        shares_cells=True,
+        segments=plain or states,
+        states=states,
+        kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
+        threaded=True,
+        compares_kv=True,
+        interruptible=not recurrent,  # half a step is taken back from attention, never from a state
+        drafts=drafts,
+        draft_kind=draft_kind,
+        kv_on_device=on_device,
+        # Draft heads and rollback read what a step computed before it returns.
+        asynchronous=on_device and not drafts and not (recurrent and n_rewind),
+        # Not run on a GPU: there a step's micro-batch is short anyway.
+        sliced_prefill=plain and not drafts and not on_device,
     )
 
 

@@ -143,17 +143,13 @@ class MtpHeads(DraftHeads):
             n = int(self._batch.native.n_tokens)
             each = n // len(active)
             logits, hidden = self._logits.rows(n), self._view(self._context, n)
-            going_on = []
             for k, i in enumerate(active, start=1):
                 token, probability = best(logits[k * each - 1])
-                if probability < LEAST_PROBABILITY:
-                    continue
-                drafts[i].append(token)
-                rows[i].append(hidden[k * each - 1].copy())
-                if len(drafts[i]) < wanted[i][2]:
-                    going_on.append(i)
-            active = going_on
+                if probability >= LEAST_PROBABILITY:
+                    drafts[i].append(token)
+                    rows[i].append(hidden[k * each - 1].copy())
             step += 1
+            active = [i for i in active if step == len(drafts[i]) < wanted[i][2]]
         self.forget_drafts([sequence for sequence, _, _ in wanted])
         return drafts
 

@@ -25,12 +25,17 @@ def check_folder(path: str) -> Path:
     """The checkpoint's folder; LoadError naming what is missing in it."""
     folder = checkpoint_folder(path)
     name = folder.name
-    reason = first_reason([
-        (not folder.exists(), f"there is no folder {name!r} at that path"),
-        (not folder.is_dir(), f"{name!r} is a file, not an MLX checkpoint folder"),
-        (not (folder / "config.json").is_file(), f"{name!r} has no config.json: it is not an MLX checkpoint folder"),
-        (not weight_files(folder), f"{name!r} has no model*.safetensors: weights in other formats are not read"),
-    ])
+    reason = first_reason(
+        [
+            (not folder.exists(), f"there is no folder {name!r} at that path"),
+            (not folder.is_dir(), f"{name!r} is a file, not an MLX checkpoint folder"),
+            (
+                not (folder / "config.json").is_file(),
+                f"{name!r} has no config.json: it is not an MLX checkpoint folder",
+            ),
+            (not weight_files(folder), f"{name!r} has no model*.safetensors: weights in other formats are not read"),
+        ]
+    )
     if reason:
         raise LoadError(reason)
     return folder

@@ -44,16 +44,18 @@ def check_spec(spec: LoadSpec) -> None:
     """LoadError for what MLX has no setting for: nothing asked for is quietly left out."""
     placed_apart = spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement()
     k, v = spec.kv_type_k, spec.kv_type_v
-    reason = first_reason([
-        (spec.n_threads, "MLX has no setting for CPU threads: leave the number of threads to it"),
-        (not spec.flash_attention, "MLX has one attention kernel and no setting to turn it off"),
-        (k != v, f"MLX stores keys and values in one type: {k} and {v} were asked for"),
-        (placed_apart, "MLX keeps a model in one memory: its layers and experts can't be placed one by one"),
-        (
-            spec.drafter and not spec.drafter_optional,
-            "trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file",
-        ),
-    ])
+    reason = first_reason(
+        [
+            (spec.n_threads, "MLX has no setting for CPU threads: leave the number of threads to it"),
+            (not spec.flash_attention, "MLX has one attention kernel and no setting to turn it off"),
+            (k != v, f"MLX stores keys and values in one type: {k} and {v} were asked for"),
+            (placed_apart, "MLX keeps a model in one memory: its layers and experts can't be placed one by one"),
+            (
+                spec.drafter and not spec.drafter_optional,
+                "trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file",
+            ),
+        ]
+    )
     if reason:
         raise LoadError(reason)
 

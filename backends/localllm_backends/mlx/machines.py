@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from localllm_backends.contract import OtherMachineError
+from localllm_backends.reasons import first_reason
 
 Frame = dict[str, Any]
 HINT = "`ssh` must reach each machine without a password, and find the same releases and files there: docs/many-machines.md"
@@ -95,16 +96,30 @@ def _of_hostfile(path: Path) -> MachineRing:
         environment = tuple(str(e) for e in given.get("envs") or ())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise OtherMachineError(f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})", HINT) from e
-    lacks = ""
-    if len(machines) < 2 or not all(m.addresses for m in machines):
-        lacks = "must name at least two machines, this one first, each with its addresses"
-    elif kind not in ("ring", "jaccl", "jaccl-ring"):
-        lacks = f"asks for {kind!r}: MLX's ring and JACCL are what is spoken here"
-    elif kind != "ring" and any(len(m.rdma) != len(machines) for m in machines):
-        lacks = "lacks RDMA devices: JACCL needs one from each machine to each other"
-    if lacks:
-        raise OtherMachineError(f"{path.name!r} {lacks}", HINT)
+    fault = _fault(machines, kind)
+    if fault:
+        raise OtherMachineError(f"{path.name!r} {fault}", HINT)
     return MachineRing(machines, kind, environment)
+
+
+def _fault(machines: Sequence[Machine], kind: str) -> str:
+    """What a hostfile's machines lack to be a ring of that kind."""
+    return first_reason(
+        [
+            (
+                len(machines) < 2 or not all(m.addresses for m in machines),
+                "must name at least two machines, this one first, each with its addresses",
+            ),
+            (
+                kind not in ("ring", "jaccl", "jaccl-ring"),
+                f"asks for {kind!r}: MLX's ring and JACCL are what is spoken here",
+            ),
+            (
+                kind != "ring" and any(len(m.rdma) != len(machines) for m in machines),
+                "lacks RDMA devices: JACCL needs one from each machine to each other",
+            ),
+        ]
+    )
 
 
 def _machine_of(host: dict[str, Any], *, first: bool) -> Machine:

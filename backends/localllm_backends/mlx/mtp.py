@@ -190,18 +190,22 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         self.catch_up(sequences)
         lines = [self._caches[s] for s in sequences]
         tokens, rows = [[newest] for _, newest, _ in wanted], [_stacked([self._lines[s].rows[-1]]) for s in sequences]
-        going_on = {i for i, (_, _, most) in enumerate(wanted) if most > 0}
+        limits = [min(most, self.longest) for _, _, most in wanted]
+        active = [i for i, limit in enumerate(limits) if limit > 0]
+        step = 0
         try:
-            while going_on:
+            while active:
                 hidden = self._call(lines, tokens, rows)
                 rows = [h[0] for h in hidden]
-                for i, (token, probability) in enumerate(self._best(hidden)):
-                    # Those that have stopped go along: to leave a batch is dearer.
-                    tokens[i] = [token]
-                    if i in going_on and probability >= LEAST_PROBABILITY:
+                guesses = self._best(hidden)
+                # Those that have stopped go along: to leave a batch is dearer.
+                tokens = [[token] for token, _ in guesses]
+                for i in active:
+                    token, probability = guesses[i]
+                    if probability >= LEAST_PROBABILITY:
                         drafts[i].append(token)
-                    if probability < LEAST_PROBABILITY or len(drafts[i]) >= min(wanted[i][2], self.longest):
-                        going_on.discard(i)
+                step += 1
+                active = [i for i in active if step == len(drafts[i]) < limits[i]]
         except Exception:
             for sequence in sequences:
                 self._restart(sequence, self._lines[sequence].read)

@@ -67,18 +67,22 @@ class _Stages:
         kept = [d.top_k if 0 < d.top_k < n_vocab else 0 for d in hot]
         cut = [d.top_p < 1.0 and not k for d, k in zip(hot, kept, strict=True)]
         head = MAX_SAMPLED_TOP_K if any(cut) else _power(max(kept), _LEAST_HEAD) if any(kept) else 0
-        penalised = any(d.seen is not None for d in asked)
+        penalised = _some(asked, "seen")
         return cls(
             head=min(head, n_vocab),
             total=any(cut),
             free=not all(k or c for k, c in zip(kept, cut, strict=True)),
             best=len(hot) < len(asked),
-            biased=any(d.bias is not None or d.banned for d in asked),
+            biased=_some(asked, "bias") or any(d.banned for d in asked),
             penalised=penalised,
             ahead=ahead and penalised,
-            reduced=any(d.reduced is not None for d in asked),
-            masked=any(d.allowed is not None for d in asked),
+            reduced=_some(asked, "reduced"),
+            masked=_some(asked, "allowed"),
         )
+
+
+def _some(asked: Sequence[SampleSpec], stage: str) -> bool:
+    return any(getattr(spec, stage) is not None for spec in asked)
 
 
 def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None, stream: Any = None) -> DeviceSamples:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from localllm_backends.contract import KvType, LoadError
+from localllm_backends.contract import LoadError
 from localllm_backends.mlx.attention import BatchAttention, BatchOffsets, KvFormat, LineAttention, phase_of
 
 # A batch that forms copies its rows, and waits for those copies whenever they come to so much.
@@ -265,12 +264,11 @@ class SequenceBatch(_Memory):
         """Hold exactly `lines`. Those that leave get buffers of their own."""
         if self.is_of(lines):
             return
-        here = [line for line in self.lines if line.batch is self]
-        for line in here:
-            if line not in lines:
+        for line in self.lines:
+            if line.batch is self and line not in lines:
                 self.extract(line)
         # Where each is now: a row of this batch, or buffers of its own.
-        sources = [(self.row_of(line) if line in here else None, line) for line in lines]
+        sources = [(self.row_of(line) if line.batch is self else None, line) for line in lines]
         placed: list[tuple[BatchOffsets, list[tuple[int, int]]]] = []
         for rows in self._rows.values():
             placed.append((rows, [self._offset_and_start(rows, i, line) for i, line in sources]))

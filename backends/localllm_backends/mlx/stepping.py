@@ -8,10 +8,8 @@ from itertools import chain, product
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
-from localllm_backends.contract import Chunk, SampleSpec, StepError, StepResult
+from localllm_backends.contract import Chunk, SampleSpec
 from localllm_backends.mlx.results import HiddenRow, LogitRows, MlxStepResult
 from localllm_backends.mlx.sampling import DeviceSamples, sample
 from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of, row_of_state

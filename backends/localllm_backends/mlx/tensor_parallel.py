@@ -37,8 +37,8 @@ from localllm_backends.mlx.machines import (
     ring_of,
     write_frame,
 )
-from localllm_backends.mlx.sequence_cache import SequenceCache
 from localllm_backends.mlx.results import MlxStepResult
+from localllm_backends.mlx.sequence_cache import SequenceCache
 
 _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
 _PARTS = struct.Struct("<4sI")
