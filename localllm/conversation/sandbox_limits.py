@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import jinja2
@@ -116,16 +117,22 @@ def _char_bytes(text: Any) -> int:
     return max(1, sys.getsizeof(text) // max(1, len(text)))
 
 
+def _width(digits: str) -> int:
+    """A width or precision, or the most that any text may have: zeros in front don't make it smaller."""
+    return min(int(digits.lstrip("0")[:12] or 0), MAX_TEXT_BYTES)
+
+
 def _check_percent(form: str, right: Any) -> None:
-    values = (
-        list(right.values()) if isinstance(right, Mapping) else list(right) if isinstance(right, tuple) else [right]
-    )
+    values = [right]
+    if isinstance(right, Mapping):
+        values = list(right.values())
+    elif isinstance(right, tuple):
+        values = list(right)
     conversions = list(_CONVERSION.finditer(form))
     largest = max((text_bytes(v) for v in values), default=0)
-    widths = sum(int(n) for c in conversions for n in c.groups() if n and n != "*" and len(n) < 12)
-    if any(n and (len(n) >= 12) for c in conversions for n in c.groups()):
-        widths = MAX_TEXT_BYTES
-    if any("*" in c.groups() for c in conversions):
+    sizes = [size for size in chain.from_iterable(c.groups() for c in conversions) if size]
+    widths = sum(_width(size) for size in sizes if size != "*")
+    if "*" in sizes:
         widths += sum(abs(v) for v in values if isinstance(v, int))
     allow(4 * widths + len(form) * _char_bytes(form) + largest * len(conversions), "format")
 
@@ -136,7 +143,8 @@ def _check_format(form: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     fields = _FIELD.findall(form)
     values = [*args, *kwargs.values()]
     largest = max((text_bytes(v) for v in values), default=0)
-    widths = sum(min(int(n[:12]), MAX_TEXT_BYTES) for f in fields for n in _NUMBER.findall(f.partition(":")[2]))
+    sizes = chain.from_iterable(_NUMBER.findall(field.partition(":")[2]) for field in fields)
+    widths = sum(_width(size) for size in sizes)
     if any("{" in f for f in fields):  # a width that is itself an argument
         widths += sum(abs(v) for v in values if isinstance(v, int))
     allow(4 * widths + len(form) * _char_bytes(form) + largest * len(fields), "format")

@@ -24,6 +24,8 @@ SLOW = frozenset(
 )  # fmt: skip
 # fmt: off
 ATTACKS = {
+    "format zeros":"{{ '{:.000000000000199999999f}'.format(1.5)|length }}",
+    "percent zeros":"{{ '%.000000000000199999999f'|format(1.5)|length }}",
     "sort":"{% set a='a'*9000000 %}{{ ([a]*200)|sort|length }}",
     "sort2":"{% set a='A'*60000 %}{% set l=[] %}{% for i in range(1000) %}{% set _=l.append(a) %}{% endfor %}{{ l|sort|length }}",
     "unique":"{% set a='A'*9000000 %}{{ ([a]*100)|unique|list|length }}",

@@ -76,15 +76,17 @@ def options_of(described: Any, root: Mapping[str, Any], depth: int = 0) -> list[
     either = described.get("anyOf") or described.get("oneOf")
     if isinstance(either, list) and either:
         return _options_of_each(either, root, depth + 1)
+    kinds = _stated_kinds(described)
+    return [{**described, "type": kind} for kind in kinds] if kinds else None
+
+
+def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
+    """The types that a schema names, or implies by a word that speaks of one alone; none where it says nothing."""
     kind = described.get("type")
-    if isinstance(kind, str):
-        return [described]
-    if isinstance(kind, list) and kind:
-        return [{**described, "type": k} for k in kind]
-    for word, implied in (("properties", "object"), ("items", "array")):
-        if word in described:
-            return [{**described, "type": implied}]
-    return None
+    if isinstance(kind, str | list):
+        return [kind] if isinstance(kind, str) else kind
+    implied = {"properties": "object", "items": "array"}
+    return [kind for word, kind in implied.items() if word in described][:1]
 
 
 def _options_of_each(

@@ -122,13 +122,19 @@ def _value(text: str, schema: Any, root: Mapping[str, Any], depth: int) -> Any:
     kinds = kinds_of(schema, root)
     members = _members(text, schema, root, depth) if _TAG.match(text) and "string" not in kinds else None
     if not members:
-        empty: Any = {"array": [], "object": {}}.get(next(iter(kinds))) if len(kinds) == 1 else None
-        if not text.strip() and "null" in kinds and "string" not in kinds:
-            return None
-        return empty if empty is not None and not text.strip() else as_kind(text, kinds)
+        return as_kind(text, kinds) if text.strip() else _empty(text, kinds)
     if all(name == "item" for name, _ in members) and kinds != {"object"}:
         return [value for _, value in members]
     return dict(members)
+
+
+def _empty(text: str, kinds: set[str]) -> Any:
+    """The value of one of `kinds` that is written as nothing."""
+    if "null" in kinds and "string" not in kinds:
+        return None
+    if kinds == {"array"}:
+        return []
+    return {} if kinds == {"object"} else as_kind(text, kinds)
 
 
 def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
