@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 from localllm.grammars.schema_words import empty
@@ -136,12 +137,7 @@ class _GbnfReader:
             elif letter == "[":
                 items.append((self._letters(),))
             elif letter == "(":
-                self._at += 1
-                self._space(lines=True)
-                items.append((self._ways(nested=True),))
-                if not self._text.startswith(")", self._at):
-                    raise self._wrong("expected )")
-                self._at += 1
+                items.append((self._group(),))
             elif letter == ".":
                 self._at += 1
                 items.append((_Letter(((0, _LAST),)),))
@@ -158,7 +154,17 @@ class _GbnfReader:
             else:
                 break
             self._space(lines=nested)
-        return tuple(node for item in items for node in item)
+        return tuple(chain.from_iterable(items))
+
+    def _group(self) -> _Ways:
+        """What stands between ( and )."""
+        self._at += 1
+        self._space(lines=True)
+        ways = self._ways(nested=True)
+        if not self._text.startswith(")", self._at):
+            raise self._wrong("expected )")
+        self._at += 1
+        return ways
 
     def _literal(self) -> list[int]:
         self._at += 1

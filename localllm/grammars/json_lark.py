@@ -125,7 +125,7 @@ class JsonRules:
             return self._object(schema)
         if kind == "array" and words <= _ARRAY and (schema.get("maxItems") or 0) <= _MOST_ITEMS:
             return self._array(schema)
-        return self._terminal(kind) if isinstance(kind, str) and words == {"type"} and kind in _TERMINALS else None
+        return self._terminal(str(kind)) if words == {"type"} and kind in _TERMINALS else None
 
     def _any_of(self, ways: Sequence[Any]) -> str | None:
         """Alternatives, where none needs a schema of llguidance's: it takes the first grammar that fits."""
@@ -420,17 +420,23 @@ def _ending(schema: Any, *, finest: bool) -> Any:
             out[word] = _escapable(said)
         else:
             out[word] = said if word in INERT else _ending(said, finest=finest)
-    kinds = out.get("type", ())
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    bounded = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & set(out)
-    if "integer" in kinds or ("number" in kinds and bounded):
-        if not {"minimum", "exclusiveMinimum"} & bounded:
-            out["minimum"] = -LARGEST
-        if not {"maximum", "exclusiveMaximum"} & bounded:
-            out["maximum"] = LARGEST
-        if "number" in kinds and finest:
-            out.setdefault("multipleOf", _FINEST)
+    _bound(out, finest=finest)
     return out
+
+
+def _bound(schema: dict[str, Any], *, finest: bool) -> None:
+    """Give numbers that have a bound, and integers, the other one too."""
+    kinds = schema.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    bounded = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & set(schema)
+    if "integer" not in kinds and not ("number" in kinds and bounded):
+        return
+    if not {"minimum", "exclusiveMinimum"} & bounded:
+        schema["minimum"] = -LARGEST
+    if not {"maximum", "exclusiveMaximum"} & bounded:
+        schema["maximum"] = LARGEST
+    if "number" in kinds and finest:
+        schema.setdefault("multipleOf", _FINEST)
 
 
 def _escapable(pattern: str) -> str:

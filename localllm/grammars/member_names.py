@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 Schema: TypeAlias = bool | dict[str, Any]
 
 _LITERAL = r"(?:[\w :/@-]|\\[.$/-])+"
-LISTED_NAMES = re.compile(rf"\^(?:({_LITERAL})|\(({_LITERAL}(?:\|{_LITERAL})*)\))\$")
+_LISTED_NAMES = re.compile(rf"\^(?:({_LITERAL})|\(({_LITERAL}(?:\|{_LITERAL})*)\))\$")
 
 
 def is_like(pattern: str, name: str) -> bool:
@@ -38,8 +38,13 @@ def pattern_of_names(held: Mapping[str, Any], words: Set[str]) -> str | None:
     return None
 
 
-def names_of(pattern: str) -> list[str]:
-    """The names that a pattern like ^(a|b)$ allows."""
-    found = LISTED_NAMES.fullmatch(pattern)
-    assert found is not None
-    return [re.sub(r"\\(.)", r"\1", name) for name in (found[1] or found[2]).split("|")]
+def name_listed(named: dict[str, Schema], patterns: dict[str, Schema]) -> None:
+    """Patterns like ^(a|b)$ become the members that they list."""
+    for pattern in list(patterns):
+        found = _LISTED_NAMES.fullmatch(pattern)
+        if found is None:
+            continue
+        value = patterns.pop(pattern)
+        for escaped in (found[1] or found[2]).split("|"):
+            name = re.sub(r"\\(.)", r"\1", escaped)
+            named[name] = {"allOf": [named[name], value]} if name in named else value

@@ -76,11 +76,7 @@ class Words:
         more = [inner for inner in more if inner is not True]
         if len(more) == 1 and not out:
             return more[0]
-        if more:
-            before = next((w for w in schema if w in ("properties", "oneOf", "if", "allOf")), "properties")
-            both = [*more, *out.pop("allOf", [])] if before != "allOf" else [*out.pop("allOf", []), *more]
-            out = {**out, "allOf": both} if before == "properties" else {"allOf": both, **out}
-        return picked(out or True, self._definition)
+        return picked(_with_parts(schema, out, more) or True, self._definition)
 
     def _inside(self, word: str, value: Any) -> Any:
         """The `value` of a word, with other words for those that are not known in the schemas that it holds."""
@@ -123,21 +119,24 @@ class Words:
                 return False
         exclusive: list[Any] = []
         for i, way in enumerate(ways):
-            without: list[Any] = []
-            for j, other in enumerate(ways):
-                if i == j or self._disjoint(way, other, beside):
-                    continue
-                rest = self.negated(other)
-                if rest is None:
-                    self._unsupported.add("oneOf")
-                    return {"anyOf": list(ways)}
-                without.append(rest)
+            without = self._without([*ways[:i], *ways[i + 1 :]], way, beside)
+            if None in without:
+                self._unsupported.add("oneOf")
+                return {"anyOf": list(ways)}
             exclusive.append(picked({"allOf": [way, *without]}, self._definition) if without else way)
-        return (
-            {"anyOf": exclusive}
-            if len(kinds) == len(TYPES)
-            else {"type": kinds if len(kinds) > 1 else kinds[0], "anyOf": exclusive}
-        )
+        if len(kinds) == len(TYPES):
+            return {"anyOf": exclusive}
+        return {"type": kinds if len(kinds) > 1 else kinds[0], "anyOf": exclusive}
+
+    def _without(self, others: Sequence[Any], way: Any, beside: Mapping[str, Any]) -> list[Any]:
+        """What is none of `others`, of those that `way` meets; ends with None behind the first of which that is not known."""
+        without: list[Any] = []
+        for other in others:
+            if not self._disjoint(way, other, beside):
+                without.append(self.negated(other))
+                if without[-1] is None:
+                    break
+        return without
 
     def _open_to(self, schema: Any, kind: str, depth: int = 0) -> bool:
         """True where `schema` is seen to allow everything of a type."""
@@ -176,14 +175,11 @@ class Words:
         if not first & second:
             return True
         for mine, theirs in ((one, other), (other, one)):
-            values = values_of(mine, deep=True)
-            if values is not None and (
-                kept := {matches({"allOf": [mine, theirs]}, v, self._definition) for v in values}
-            ) <= {
-                False,
-                True,
-            }:
-                return True not in kept
+            answers = {
+                matches({"allOf": [mine, theirs]}, v, self._definition) for v in values_of(mine, deep=True) or ()
+            }
+            if values_of(mine, deep=True) is not None and None not in answers:
+                return True not in answers
         if time.monotonic() > self._until or one is True or other is True:
             return False
         parts = [one, other, *([{k: v for k, v in beside.items() if k != "allOf"}] if beside else [])]
@@ -229,25 +225,21 @@ class Words:
             kind, other, step = OPPOSITE[word]
             return {"type": kind, other: value + step} if value + step >= 0 or not step else False
         if word == "type":
-            kinds = [value] if isinstance(value, str) else value
-            others = [k for k in TYPES if k not in kinds]
-            if "integer" in kinds:
-                return None
-            return {"type": others} if others else False
+            return _other_types([value] if isinstance(value, str) else value)
         if word == "required":
             return {"anyOf": [{"type": "object", "properties": {name: False}} for name in value]}
         if word == "properties":
             return self._against_members(value, depth)
         if word in ("const", "enum"):
             return _other_values([value] if word == "const" else value)
-        if word == "allOf":
-            return _any_way([self.negated(inner, depth + 1) for inner in value])
-        if word == "anyOf":
-            parts = [self.negated(inner, depth + 1) for inner in value]
-            return None if None in parts else {"allOf": parts}
         if word == "$ref":
             return self.negated(self._definition(value), depth + 1)
-        return None
+        if word not in ("allOf", "anyOf"):
+            return None
+        parts = [self.negated(inner, depth + 1) for inner in value]
+        if word == "allOf":
+            return _any_way(parts)
+        return None if None in parts else {"allOf": parts}
 
     def _against_members(self, members: Mapping[str, Any], depth: int) -> Any:
         """The schema of objects in which one of these members is wrong."""
@@ -259,6 +251,24 @@ class Words:
             else:
                 ways.append({"type": "object", "required": [name], "properties": {name: wrong}})
         return _any_way(ways)
+
+
+def _with_parts(schema: Mapping[str, Any], out: dict[str, Any], more: list[Any]) -> dict[str, Any]:
+    """`out` with `more` parts of an allOf, in the order in which the words of `schema` have members."""
+    if not more:
+        return out
+    first = next((w for w in schema if w in ("properties", "oneOf", "if", "allOf")), "properties")
+    own = out.pop("allOf", [])
+    both = [*own, *more] if first == "allOf" else [*more, *own]
+    return {**out, "allOf": both} if first == "properties" else {"allOf": both, **out}
+
+
+def _other_types(kinds: Sequence[str]) -> Any:
+    """The schema of all other types; None where integers are one of these, as they are no type of their own."""
+    others = [kind for kind in TYPES if kind not in kinds]
+    if "integer" in kinds:
+        return None
+    return {"type": others} if others else False
 
 
 def _any_way(ways: Sequence[Any]) -> Any:

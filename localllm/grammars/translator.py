@@ -8,12 +8,11 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from localllm.grammars.member_names import (
-    LISTED_NAMES,
     Schema,
     described_by,
     forbid_all_but,
     is_like,
-    names_of,
+    name_listed,
     pattern_of_names,
 )
 from localllm.grammars.schema_words import Words
@@ -252,21 +251,25 @@ class Translator:
         return good
 
     def _numbers(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
-        bounds: dict[str, Any] = {}
-        for word in BOUNDS:
-            value = node.get(word)
-            if isinstance(value, bool) and word.startswith("exclusive"):  # draft 4
-                plain = word.removeprefix("exclusive").lower()
-                if value and plain in node and self._number(plain, node[plain]):
-                    bounds[word] = node[plain]
-            elif value is not None and self._number(word, value):
-                bounds[word] = value
+        bounds = self._bounds(node)
         far = {word for word, value in bounds.items() if abs(value) > LARGEST}
         if any((bounds[word] > 0) == ("inimum" in word) for word in far):  # all that is allowed lies beyond
             self.unsupported |= far
         out.update({word: value for word, value in bounds.items() if word not in far})
         if "multipleOf" in node and self._number("multipleOf", node["multipleOf"]) and node["multipleOf"] > 0:
             out["multipleOf"] = node["multipleOf"]
+
+    def _bounds(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """What bounds a number; in draft 4 an exclusive bound says so of the plain one."""
+        bounds: dict[str, Any] = {}
+        for word in BOUNDS:
+            value, source = node.get(word), word
+            if isinstance(value, bool) and word.startswith("exclusive"):
+                source = word.removeprefix("exclusive").lower()
+                value = node.get(source) if value else None
+            if value is not None and self._number(source, value):
+                bounds[word] = value
+        return bounds
 
     def _counts(self, node: Mapping[str, Any], out: dict[str, Any], words: Sequence[str]) -> None:
         for word in words:
@@ -300,14 +303,7 @@ class Translator:
 
     def _lists(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
         self._counts(node, out, _COUNTS[2:4])
-        items, first = node.get("items"), node.get("prefixItems")
-        if isinstance(items, list):
-            first, items = items, node.get("additionalItems")
-        elif first is not None and self._plain_items:
-            self.unsupported.add("prefixItems")
-            first = None
-        if items is None and node.get("unevaluatedItems") is not None and "unevaluatedItems" not in self.unsupported:
-            items = node["unevaluatedItems"]
+        first, items = self._items(node)
         if isinstance(first, list) and first:
             out["prefixItems"] = [self._schema(inner) for inner in first]
         elif first not in (None, []):
@@ -317,6 +313,18 @@ class Translator:
         if node.get("uniqueItems") is True and not (out.get("maxItems", 2) < 2 or _no_list(out)):
             self.unsupported.add("uniqueItems")
 
+    def _items(self, node: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The schemas of the first items one by one, and that of the others; None where nothing is said of them."""
+        items, first = node.get("items"), node.get("prefixItems")
+        if isinstance(items, list):
+            first, items = items, node.get("additionalItems")
+        elif first is not None and self._plain_items:
+            self.unsupported.add("prefixItems")
+            first = None
+        if items is None and "unevaluatedItems" not in self.unsupported:
+            items = node.get("unevaluatedItems")
+        return first, items
+
     def _members(self, node: Mapping[str, Any], out: dict[str, Any], more: list[Schema]) -> None:
         self._counts(node, out, _COUNTS[4:])
         named = self._named("properties", node)
@@ -325,10 +333,7 @@ class Translator:
         required = self._required(node)
         if "propertyNames" in node:
             extra = self._names_held(self._schema(node["propertyNames"]), named, patterns, extra)
-        for pattern in [p for p in patterns if LISTED_NAMES.fullmatch(p)]:
-            value = patterns.pop(pattern)
-            for name in names_of(pattern):
-                named[name] = {"allOf": [named[name], value]} if name in named else value
+        name_listed(named, patterns)
         if patterns or extra is not True:
             for name in required:
                 named.setdefault(name, described_by(name, patterns, extra))
@@ -403,11 +408,7 @@ class Translator:
             out.pop("minProperties", None)
         elif free and low == len(required) + 1 and high is None:
             del out["minProperties"]
-            kind = {"type": out["type"]} if "type" in out else {}
-            some: list[Schema] = [{**kind, "required": [name]} for name in free]
-            if not closed:
-                some.append({**kind, "properties": dict.fromkeys(free, False), "minProperties": low})
-            more.append({"anyOf": some})
+            more.append(_one_more_of(free, out, None if closed else low))
         if high is not None and closed and len(free) + len(required) <= high:
             del out["maxProperties"]
 
@@ -446,6 +447,15 @@ def _with_parts(node: Mapping[str, Any], out: dict[str, Any], parts: list[Schema
     # llguidance has members in the order in which words name them.
     first = next((w for w in node if w in ("properties", *_APPLIED)), "properties")
     return {"allOf": apart, **out} if first != "properties" else {**out, "allOf": apart}
+
+
+def _one_more_of(names: Sequence[str], out: Mapping[str, Any], others: int | None) -> Schema:
+    """One of these members, or without them so many `others` (None: there are none)."""
+    kind = {"type": out["type"]} if "type" in out else {}
+    ways: list[Schema] = [{**kind, "required": [name]} for name in names]
+    if others is not None:
+        ways.append({**kind, "properties": dict.fromkeys(names, False), "minProperties": others})
+    return {"anyOf": ways}
 
 
 def _beyond(value: Any) -> bool:

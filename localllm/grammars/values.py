@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import ge, gt, le, lt
 from typing import Any
 
@@ -143,22 +143,31 @@ def without_endless(definitions: Mapping[str, Any]) -> dict[str, Any]:
     """`definitions`, of which those that only what never ends matches (a member that must be there leads back) are False."""
     ending: set[str] = set()
 
-    def ends(schema: Any) -> bool:
-        if not isinstance(schema, dict):
-            return bool(schema)
-        kinds = schema.get("type", TYPES)
-        kinds = {kinds} if isinstance(kinds, str) else set(kinds)
-        named, extra = schema.get("properties", {}), schema.get("additionalProperties", True)
-        if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
-            return False
-        if not all(map(ends, schema.get("allOf", ()))) or not any(map(ends, schema.get("anyOf", (True,)))):
-            return False
-        if kinds == {"object"}:
-            return "patternProperties" in schema or all(ends(named.get(n, extra)) for n in schema.get("required", ()))
-        if kinds == {"array"} and schema.get("minItems"):
-            return ends(schema.get("items", True)) and all(map(ends, schema.get("prefixItems", ())))
-        return True
-
-    while more := {name for name, schema in definitions.items() if name not in ending and ends(schema)}:
+    while True:
+        more = {name for name, schema in definitions.items() if name not in ending and _ends(schema, ending)}
+        if not more:
+            return {name: schema if name in ending else False for name, schema in definitions.items()}
         ending |= more
-    return {name: schema if name in ending else False for name, schema in definitions.items()}
+
+
+def _ends(schema: Any, ending: Set[str]) -> bool:
+    """Whether something that ends matches, as far as the definitions that are known to are `ending`."""
+    if not isinstance(schema, dict):
+        return bool(schema)
+    if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
+        return False
+    if not any(_ends(way, ending) for way in schema.get("anyOf", (True,))):
+        return False
+    needed = [*schema.get("allOf", ()), *_needed(schema)]
+    return all(_ends(part, ending) for part in needed)
+
+
+def _needed(schema: Mapping[str, Any]) -> list[Any]:
+    """The schemas of what must be in a value of one type: required members, or items."""
+    kinds = schema.get("type", TYPES)
+    if kinds in ("object", ["object"]) and "patternProperties" not in schema:
+        named, extra = schema.get("properties", {}), schema.get("additionalProperties", True)
+        return [named.get(name, extra) for name in schema.get("required", ())]
+    if kinds in ("array", ["array"]) and schema.get("minItems"):
+        return [schema.get("items", True), *schema.get("prefixItems", ())]
+    return []
