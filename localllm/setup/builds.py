@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localllm import json_store, paths
+from localllm.device.probes import read_text
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 
 
@@ -76,30 +77,23 @@ def _root() -> Path:
 
 def listed() -> list[Build]:
     """Every finished build, by name; "own" is not among them."""
-    found = []
-    for file in sorted(_root().glob("*/build.json")):
-        build = _read(file, file.parent.name)
-        if build is not None:
-            found.append(build)
-    return found
+    found = [read(file.parent, file.parent.name) for file in sorted(_root().glob("*/build.json"))]
+    return [build for build in found if build is not None]
 
 
 def named(name: str) -> Build:
-    build = _read(folder_of(name) / "build.json", name)
+    build = read(folder_of(name), name)
     if build is None:
         there = ", ".join([OWN, *(b.name for b in listed())])
         raise BuildNotFoundError(f"there is no build {name!r}", hint=f"installed: {there}; `localllm setup` makes more")
     return build
 
 
-def read(folder: Path) -> Build | None:
-    """The finished build that `folder` holds, whatever it is called while another of its name is made; None where it holds none."""
-    return _read(folder / "build.json")
-
-
-def _read(file: Path, name: str = "") -> Build | None:
-    build = json_store.record(Build, json_store.read(file))
-    complete = build is not None and name in ("", build.name) and (file.parent / "site" / "llama_cpp").is_dir()
+def read(folder: Path, name: str = "") -> Build | None:
+    """The finished build that `folder` holds, of this name, or whatever it is called ("") while another of its name is made; None
+    where it holds none."""
+    build = json_store.record(Build, json_store.read(folder / "build.json"))
+    complete = build is not None and name in ("", build.name) and (folder / "site" / "llama_cpp").is_dir()
     return build if complete else None
 
 
@@ -116,16 +110,14 @@ def drivers_now(root: Path = Path("/")) -> str:
         found.append("Linux " + ".".join(_line(root / "proc/sys/kernel/osrelease").split(".")[:2]))
     found.append(f"ROCm {_line(root / 'opt/rocm/.info/version')}")
     folders = (root / "usr/share/vulkan/icd.d", root / "etc/vulkan/icd.d")
-    vulkan = sorted((f.name, f.stat().st_mtime_ns) for folder in folders for f in folder.glob("*.json") if f.is_file())
+    drivers = [f for folder in folders for f in folder.glob("*.json") if f.is_file()]
+    vulkan = sorted((f.name, f.stat().st_mtime_ns) for f in drivers)
     found.append(f"Vulkan {hashlib.sha256(repr(vulkan).encode()).hexdigest()[:8] if vulkan else ''}")
     return "; ".join(said for said in found if not said.endswith(" "))
 
 
 def _line(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip()[:80]
-    except OSError:
-        return ""
+    return (read_text(str(file)) or "").strip()[:80]
 
 
 def stale(build: Build, drivers: str) -> str:
@@ -141,10 +133,7 @@ def stale(build: Build, drivers: str) -> str:
 
 def chosen() -> str:
     """The name that `setup --use` chose; "own" where nobody chose or the file is damaged."""
-    try:
-        name = (_root() / _CHOICE).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return OWN
+    name = _line(_root() / _CHOICE)
     return name if _NAME.fullmatch(name) else OWN
 
 
@@ -170,14 +159,10 @@ def remove(name: str) -> None:
 def apply(name: str, environment: MutableMapping[str, str], path: list[str] | None = None) -> None:
     """Have processes with this environment, and this one where its `path` (sys.path) is given, run the build `name`: its
     package and its libraries come first, and those of any other build leave. Raises BuildNotFoundError."""
-    site: list[str] = []
-    libraries: list[str] = []
-    if name != OWN:
-        build = named(name)
-        site = [str(build.folder / "site")]
-        libraries = [folder.replace("{build}", str(build.folder)) for folder in build.library_dirs]
+    build = named(name) if name != OWN else None
+    site = [str(build.folder / "site")] if build else []
     _put_first(environment, "PYTHONPATH", site)
-    _put_first(environment, library_variable(), libraries)
+    _put_first(environment, library_variable(), _libraries(build.folder, build.library_dirs) if build else [])
     if path is not None:
         path[:] = [*site, *(entry for entry in path if not _is_of_a_build(entry))]
 
@@ -186,8 +171,12 @@ def with_folder(folder: Path, library_dirs: tuple[str, ...], environment: Mappin
     """`environment` for a build that is not finished yet: how it is tried before anything uses it."""
     changed = dict(environment)
     _put_first(changed, "PYTHONPATH", [str(folder / "site")])
-    _put_first(changed, library_variable(), [entry.replace("{build}", str(folder)) for entry in library_dirs])
+    _put_first(changed, library_variable(), _libraries(folder, library_dirs))
     return changed
+
+
+def _libraries(folder: Path, library_dirs: tuple[str, ...]) -> list[str]:
+    return [entry.replace("{build}", str(folder)) for entry in library_dirs]
 
 
 def library_variable() -> str:

@@ -9,9 +9,8 @@ from pathlib import Path
 from localllm.setup import builds, install, trial
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost
+from localllm.setup.install import Run, Say
 from localllm.setup.steps import BuildRecipe
-
-Say = Callable[[str], None]
 
 
 def settle(
@@ -22,7 +21,7 @@ def settle(
     *,
     again: bool = False,
     accept_slower: Callable[[str], bool] = lambda _: False,
-    run: install.Run | None = None,
+    run: Run | None = None,
 ) -> str:
     """Have `recipe`, or what follows it, made, tried on `model` and chosen: the name of the build that runs from now on.
 
@@ -35,15 +34,14 @@ def settle(
     wanted.sort(key=lambda made: made.name not in there and made.name != builds.OWN)
     failures: list[SetupError] = []
     for number, candidate in enumerate(wanted, 1):
-        say(f"{candidate.title}{f' ({candidate.takes})' if candidate.takes and candidate.name not in there else ''}")
+        takes = f" ({candidate.takes})" if candidate.takes and candidate.name not in there else ""
+        say(f"{candidate.title}{takes}")
         if number > 1:
             say(f"   because {candidate.because}")
         try:
             if candidate.needs:
-                raise SetupError(
-                    f"this machine lacks {'; '.join(candidate.needs)}",
-                    hint="get that, then run `localllm setup` again",
-                )
+                told = f"this machine lacks {'; '.join(candidate.needs)}"
+                raise SetupError(told, hint="get that, then run `localllm setup` again")
             if candidate.name == builds.OWN or candidate.name in there:
                 _try_again(candidate, model, say)
                 builds.choose(candidate.name)

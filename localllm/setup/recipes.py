@@ -6,7 +6,7 @@ wheels are for x86-64 Linux and Windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from localllm.device.accelerators import KINDS
@@ -32,26 +32,11 @@ def recipes_for(
     if wanted:
         return [_RECIPES[wanted](device, host)]
     lacking = _lacking(device, host) if preferred is not None and preferred.backend == "rocm" else ""
-    backends = _best(device, host, preferred if not lacking else None)
+    backends = _best(device, host, None if lacking else preferred)
     first = backends[0] if backends else "cpu"
-    made: list[BuildRecipe] = []
+    made, refused = _in_turn(device, host, backends, preferred)
     if first == "cpu" or (first in host.own_backends and not cuda.needs_own_code(device)):
-        made.append(_own(device, first))
-    refused: list[str] = []
-    for backend in backends:
-        try:
-            found = _RECIPES[backend](device, host)
-        except SetupError as e:
-            refused.append(e.message)
-            continue
-        reasons = [
-            found.because,
-            *([preferred.because] if preferred is not None and preferred.backend == backend else []),
-        ]
-        # What could not be had is a reason for what is made instead.
-        found = replace(found, because="; ".join([*refused, *reasons]))
-        refused = []
-        made += (replace(found, otherwise=()), *found.otherwise)
+        made = [_own(device, first), *made]
     if not made:
         raise SetupError("; ".join(refused), hint=_SEE)
     if preferred is not None and lacking:
@@ -60,6 +45,26 @@ def recipes_for(
         made[0] = replace(made[0], notes=(*made[0].notes, note))
     best = chain(*made)
     return [best, _mlx(device, host)] if first == "metal" else [best]
+
+
+def _in_turn(
+    device: Device, host: BuildHost, backends: Sequence[str], preferred: Preferred | None
+) -> tuple[list[BuildRecipe], list[str]]:
+    """What can be made for each of `backends`, and why what comes last can't be. What could not be had is a reason for what is
+    made instead."""
+    made: list[BuildRecipe] = []
+    refused: list[str] = []
+    for backend in backends:
+        try:
+            found = _RECIPES[backend](device, host)
+        except SetupError as e:
+            refused.append(e.message)
+            continue
+        faster = [preferred.because] if preferred is not None and preferred.backend == backend else []
+        found = replace(found, because="; ".join([*refused, found.because, *faster]))
+        refused = []
+        made += (replace(found, otherwise=()), *found.otherwise)
+    return made, refused
 
 
 def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
@@ -74,7 +79,11 @@ def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRec
 def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     """`recipe` with llama.cpp's RPC in it, which ready-made wheels lack: it is compiled here. Raises SetupError where
     that takes more than a C++ compiler and its recipe does not compile."""
-    compiled = (made for made in (recipe, *recipe.otherwise) if made.backend == recipe.backend and _compiles(made))
+    compiled = (
+        made
+        for made in (recipe, *recipe.otherwise)
+        if made.backend == recipe.backend and any("CMAKE_ARGS" in dict(step.environment) for step in made.steps)
+    )
     made = next(compiled, None)
     if made is None:
         flags = KINDS[recipe.backend].cmake
@@ -90,10 +99,6 @@ def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     because = "layers can lie on other machines"
     more = tuple(map(_plus_rpc, made.steps))
     return replace(made, name=f"{name}-rpc", title=title, steps=more, because=because, otherwise=())
-
-
-def _compiles(recipe: BuildRecipe) -> bool:
-    return any(name == "CMAKE_ARGS" for step in recipe.steps for name, _ in step.environment)
 
 
 def _plus_rpc(step: Step) -> Step:
@@ -137,10 +142,9 @@ def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
     if not found or host.glslc:
         because = "it is made for this system" if found else f"there are no Vulkan wheels for {host.architecture}"
         tools = [] if host.glslc else ["glslc and Vulkan's headers: sudo apt install glslc libvulkan-dev spirv-headers"]
-        needs = (*loader, *compiler(host), *tools)
-        steps = (from_source(host, ["-DGGML_VULKAN=ON", "-DLLAVA_BUILD=ON"]),)
-        name, title = "vulkan-here" if found else "vulkan", "llama.cpp for Vulkan, compiled here"
-        found.append(BuildRecipe(name, "vulkan", title, because, steps, needs, takes=minutes(host, 20)))
+        here = _compiled_here(host, "vulkan", because, 20)
+        needs = (*loader, *here.needs, *tools)
+        found.append(replace(here, name="vulkan-here" if found else "vulkan", needs=needs))
     return chain(*found)
 
 
@@ -170,29 +174,35 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
         raise SetupError(f"{device.name} has no Radeon that ROCm knows", hint=_SEE)
     code = ROCM_CODE.get(host.system, ())
     if not code or not is_x86(host):
-        raise SetupError(
-            f"there is no ROCm build for {host.system} on {host.architecture}", hint="localllm setup --backend vulkan"
-        )
+        told = f"there is no ROCm build for {host.system} on {host.architecture}"
+        raise SetupError(told, hint="localllm setup --backend vulkan")
     if gfx and gfx not in code:
         told = f"the ROCm wheel has no code of {gfx} ({device.name}), only of {', '.join(code)}"
         raise SetupError(told, hint="localllm setup --backend vulkan")
-    because = (
-        f"it has code of {gfx}" if gfx else f"the trial tells if it has code of this GPU (it has {', '.join(code)})"
-    )
+    why = f"it has code of {gfx}" if gfx else f"the trial tells if it has code of this GPU (it has {', '.join(code)})"
     if host.system == "windows":
-        steps = (wheel(host, "hip-radeon"),)
         title = "llama.cpp for ROCm, llama-cpp-python's own wheel, with AMD's libraries in it"
-        return BuildRecipe("rocm", "rocm", title, because, steps, takes="a download of a gigabyte")
-    needs: tuple[str, ...] = ()
-    if host.rocm is None or host.rocm[0] != ROCM_MAJOR:
-        there = "" if host.rocm is None else f" (here is {_said(host.rocm)}, which lacks the libraries it asks for)"
-        needs = (f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer: its libraries are not in the wheel{there}",)
-    notes: tuple[str, ...] = ()
-    if gfx == "gfx1151" and (host.rocm is None or host.rocm < (7, 13)):
-        notes = ("ROCm 7.2 crashes on some boards with Strix Halo, where 7.13 and later run",)
-    title = f"llama.cpp for ROCm {ROCM_MAJOR}, llama-cpp-python's own wheel"
-    steps = (wheel(host, "rocm72"),)
-    return BuildRecipe("rocm", "rocm", title, because, steps, needs, takes="a download of a gigabyte", notes=notes)
+        return BuildRecipe("rocm", "rocm", title, why, (wheel(host, "hip-radeon"),), takes="a download of a gigabyte")
+    return BuildRecipe(
+        name="rocm",
+        backend="rocm",
+        title=f"llama.cpp for ROCm {ROCM_MAJOR}, llama-cpp-python's own wheel",
+        because=why,
+        steps=(wheel(host, "rocm72"),),
+        needs=_rocm_needs(host.rocm),
+        takes="a download of a gigabyte",
+        notes=_ROCM_NOTES if gfx == "gfx1151" and (host.rocm or (0, 0)) < (7, 13) else (),
+    )
+
+
+_ROCM_NOTES = ("ROCm 7.2 crashes on some boards with Strix Halo, where 7.13 and later run",)
+
+
+def _rocm_needs(rocm: Version | None) -> tuple[str, ...]:
+    if rocm is not None and rocm[0] == ROCM_MAJOR:
+        return ()
+    there = "" if rocm is None else f" (here is {_said(rocm)}, which lacks the libraries it asks for)"
+    return (f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer: its libraries are not in the wheel{there}",)
 
 
 def _said(version: Version) -> str:
@@ -202,27 +212,26 @@ def _said(version: Version) -> str:
 # --- Macs, processors, MLX ------------------------------------------------------------------------------------------
 
 
+def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int) -> BuildRecipe:
+    """What takes a C++ compiler and, but for the processor, the flag that turns its backend on."""
+    kind = KINDS[backend]
+    flags = [kind.cmake] if backend != "cpu" else []
+    steps = (from_source(host, [*flags, "-DLLAVA_BUILD=ON"]),)
+    title, needs = f"llama.cpp for {kind.label}, compiled here", tuple(compiler(host))
+    return BuildRecipe(backend, backend, title, because, steps, needs, takes=minutes(host, cpu_minutes))
+
+
 def _metal(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "metal":
         raise SetupError(f"{device.name} is no Mac with Apple's GPU: Metal is not there", hint=_SEE)
-    steps = (from_source(host, ["-DGGML_METAL=ON", "-DLLAVA_BUILD=ON"]),)
-    because = "Metal is on wherever llama-cpp-python is compiled on a Mac"
-    needs = tuple(compiler(host))
-    return BuildRecipe(
-        "metal", "metal", "llama.cpp for Metal, compiled here", because, steps, needs, takes=minutes(host, 8)
-    )
+    return _compiled_here(host, "metal", "Metal is on wherever llama-cpp-python is compiled on a Mac", 8)
 
 
 def _cpu(_: Device, host: BuildHost) -> BuildRecipe:
     if host.system == "macos":
         told = "there is no build for a Mac's processor alone: llama.cpp is never compiled without Metal there"
         raise SetupError(told, hint="run without the GPU: --gpu-layers 0")
-    steps = (from_source(host, ["-DLLAVA_BUILD=ON"]),)
-    because = "compiled for exactly this processor's instructions"
-    needs = tuple(compiler(host))
-    return BuildRecipe(
-        "cpu", "cpu", "llama.cpp for the processor, compiled here", because, steps, needs, takes=minutes(host, 8)
-    )
+    return _compiled_here(host, "cpu", "compiled for exactly this processor's instructions", 8)
 
 
 def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
