@@ -53,7 +53,7 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
         system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
         architecture=platform.machine(),
         version=installed_version(),
-        n_cores=_n_cores(),
+        n_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         own_backends=own_backends or ("cpu",),
         cxx=any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")),
         nvcc=nvcc,
@@ -90,10 +90,6 @@ def installed_version() -> str:
         return ""
 
 
-def _n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _version(text: str) -> Version | None:
     """The first two numbers of "13.0.88"."""
     found = re.search(r"(\d+)\.(\d+)", text)
@@ -121,8 +117,8 @@ def _gcc() -> int | None:
 
 def _rocm() -> Version | None:
     """AMD's runtime: what its packages say, else the major number in its library's name."""
-    told = read_text("/opt/rocm/.info/version")
-    if told is not None and (found := _version(told)):
+    found = _version(read_text("/opt/rocm/.info/version") or "")
+    if found:
         return found
     name = ctypes.util.find_library("amdhip64") or ""
     number = name.rpartition(".so.")[2].partition(".")[0]

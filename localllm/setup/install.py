@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ def make(
     """
     log = _log_path(recipe.name)
     folder = builds.folder_of(recipe.name)
-    with _alone(), _aside(folder) as old:
+    with _one_at_a_time(), _aside(folder) as old:
         folder.mkdir(parents=True)
         for number, step in enumerate(recipe.steps, 1):
             say(f"{number} of {len(recipe.steps)}: {step.said}")
@@ -102,7 +103,7 @@ def _judged(
     own = ask_build(plain).folder if any("--only-binary" in step.pip for step in recipe.steps) else ""
     if own and processor_part.exchange(package, Path(own)):
         verdict = trial.judge(recipe.backend, expected, environment)
-        failure = verdict.failure or trial.judge_processor(expected, environment).failure
+        failure = verdict.failure or trial.computed(expected, environment, layers=0).failure
         if not failure:
             say(
                 "   the processor's part is that of the build which came with localllm: it was compiled for this processor"
@@ -148,7 +149,7 @@ def _slower(model: Path, before: Mapping[str, str], now: Mapping[str, str], say:
 def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -> None:
     """Take steps that change the installation itself (MLX), and take them back where it then does not compute."""
     log = _log_path(recipe.name)
-    before = _mlx_there()
+    before = importlib.util.find_spec(MLX.name) is not None
     for step in recipe.steps:
         say(step.said)
         _take(step, Path(sys.prefix), log, say, run or _run)
@@ -164,7 +165,7 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _one_at_a_time() -> Iterator[None]:
     """One setup at a time: two would delete each other's folders. The mark of one that was killed does not count."""
     import psutil
 
@@ -236,9 +237,7 @@ def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
 def _joined(name: str, value: str) -> str:
     """CMAKE_ARGS of the user's stand before ours; a number of jobs of theirs wins."""
     theirs = os.environ.get(name, "")
-    if name == "CMAKE_ARGS" and theirs:
-        return f"{theirs} {value}"
-    return theirs or value
+    return f"{theirs} {value}".strip() if name == "CMAKE_ARGS" else theirs or value
 
 
 def link_cuda(toolkit: Path) -> None:
@@ -253,19 +252,14 @@ def link_cuda(toolkit: Path) -> None:
         plain = folder / (file.name.partition(".so.")[0] + ".so")
         if not plain.exists():
             plain.symlink_to(file.name)
-    stub = folder / "stubs" / "libcuda.so"
-    driver = folder / "libcuda.so"
-    if driver.exists():
+    if (folder / "libcuda.so").exists():
         return
-    found = next((path for path in _DRIVER_PLACES if Path(path).exists()), None)
-    if found is not None:
-        driver.symlink_to(found)
-    elif stub.exists():
-        driver.symlink_to("stubs/libcuda.so")
-    else:
+    found = next((place for place in _DRIVER_PLACES if (folder / place).exists()), None)
+    if found is None:
         raise SetupError(
             "libcuda.so.1 of the NVIDIA driver was not found", hint="install the NVIDIA driver, then again"
         )
+    (folder / "libcuda.so").symlink_to(found)
 
 
 _DRIVER_PLACES = (
@@ -274,6 +268,7 @@ _DRIVER_PLACES = (
     "/usr/lib64/libcuda.so.1",
     "/usr/lib/libcuda.so.1",
     "/usr/lib/wsl/lib/libcuda.so.1",
+    "stubs/libcuda.so",  # in the packages themselves
 )
 
 
@@ -315,12 +310,6 @@ def _log_path(name: str) -> Path:
     return log
 
 
-def _mlx_there() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(MLX.name) is not None
-
-
 def _try_mlx() -> str:
     """Whether MLX computes here, in a process of its own: one sentence where it does not."""
     command = [sys.executable, "-m", "localllm_backends.mlx.devices"]
@@ -329,6 +318,6 @@ def _try_mlx() -> str:
     except (OSError, subprocess.SubprocessError) as e:
         return f"its trial failed: {e}"
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return f"its trial ended with code {done.returncode}: {said[-1][:300] if said else 'it said nothing'}"
+        said = done.stderr.strip().rpartition("\n")[2] or "it said nothing"
+        return f"its trial ended with code {done.returncode}: {said[:300]}"
     return ""

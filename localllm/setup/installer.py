@@ -19,7 +19,8 @@ def command(words: Sequence[str]) -> list[str]:
     The environments of `uv tool install` have no pip, and uv installs into them. Elsewhere `ensurepip` brings one.
     """
     if importlib.util.find_spec("pip") is None:
-        if uv := _uv():
+        uv = _uv()
+        if uv:
             # Its pip takes the same words.
             return [uv, "pip", words[0], "--python", sys.executable, *words[1:]]
         _bring_pip()
@@ -41,8 +42,8 @@ def _bring_pip() -> None:
         check=False,
     )
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
+        said = done.stderr.strip().rpartition("\n")[2] or "ensurepip failed"
         raise SetupError(
-            f"this environment has no pip, and Python brings none: {said[-1][:300] if said else 'ensurepip failed'}",
+            f"this environment has no pip, and Python brings none: {said[:300]}",
             hint="install uv (https://docs.astral.sh/uv) or, on Debian, python3-venv; then run `localllm setup` again",
         )

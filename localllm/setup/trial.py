@@ -76,17 +76,14 @@ def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str
     devices = tuple(_said(device) for device in build.devices)
     if backend != "cpu" and backend not in build.accelerators:
         return TrialVerdict(f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices)
-    return _computed(expected, environment, 0 if backend == "cpu" else -1, devices)
+    return computed(expected, environment, 0 if backend == "cpu" else -1, devices)
 
 
-def judge_processor(expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
-    """Try the build that `environment` runs on the processor alone: what computes the layers and experts that no device holds."""
-    return _computed(expected, environment, 0)
-
-
-def _computed(
+def computed(
     expected: ReferenceAnswer, environment: Mapping[str, str], layers: int, devices: tuple[str, ...] = ()
 ) -> TrialVerdict:
+    """Whether the build that `environment` runs computes what is expected with so many layers on its device (-1: all; 0: on the
+    processor, which computes the layers and experts that no device holds)."""
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
     answers, failure = run([ENGINE, "greedy", str(expected.model), order], environment)
     if failure or not answers:
@@ -141,9 +138,9 @@ def run(
     answers = list(_answers(done.stdout))
     if not done.returncode:
         return answers, ""
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     how = "was ended by" if done.returncode < 0 else "ended with"
-    return answers, f"it {how} {ending(done.returncode)}{f': {said[-1][:300]}' if said else ''}"
+    last = done.stderr.strip().rpartition("\n")[2].strip()
+    return answers, f"it {how} {ending(done.returncode)}{': ' if last else ''}{last[:300]}"
 
 
 def _answers(printed: str) -> Iterator[dict[str, Any]]:
@@ -198,9 +195,8 @@ def examine(device: Device, build: ggml.GgmlBuild, model: Path, environment: dic
 
 def report(test: SelfTest) -> list[str]:
     device, build = test.device, test.build
-    bandwidth = (
-        f"{device.bandwidth_gbps.value:g} GB/s ({device.bandwidth_gbps.basis})" if device.bandwidth_gbps else "unknown"
-    )
+    figure = device.bandwidth_gbps
+    bandwidth = f"{figure.value:g} GB/s ({figure.basis})" if figure else "unknown"
     lines = [
         f"localllm {__version__} self-test, {datetime.date.today().isoformat()}",
         f"result: {'passed' if not test.failures else f'{len(test.failures)} failure(s)'}",
@@ -211,13 +207,7 @@ def report(test: SelfTest) -> list[str]:
         f"bandwidth    {bandwidth}",
         f"llama.cpp    llama-cpp-python {build.version or 'unknown'}, tested on: {test.backend or 'nothing'}",
     ]
-    for seen in build.devices:
-        told = ", ".join((*seen.details, *seen.capabilities))
-        most = f", one buffer up to {seen.largest_buffer_bytes} B" if seen.largest_buffer_bytes is not None else ""
-        lines.append(
-            f"device       {seen.name} ({seen.backend}, {seen.type}): {seen.description}, "
-            f"{seen.memory_free_bytes} of {seen.memory_total_bytes} B free{most}; {told}"
-        )
+    lines += map(_device_line, build.devices)
     for name, features in build.features.items():
         lines.append(f"compiled     {name}: {' '.join(f'{k}={v}' for k, v in features.items())}")
     lines += [f"difference   {_plain(f.message)}" for f in ggml.differences(device, build)]
@@ -230,6 +220,15 @@ def report(test: SelfTest) -> list[str]:
     if test.failures:
         lines += ["", "failures", *(f"  {_plain(failure)}" for failure in test.failures)]
     return lines
+
+
+def _device_line(seen: ggml.GgmlDevice) -> str:
+    most = f", one buffer up to {seen.largest_buffer_bytes} B" if seen.largest_buffer_bytes is not None else ""
+    return (
+        f"device       {seen.name} ({seen.backend}, {seen.type}): {seen.description}, "
+        f"{seen.memory_free_bytes} of {seen.memory_total_bytes} B free{most}; "
+        f"{', '.join((*seen.details, *seen.capabilities))}"
+    )
 
 
 def _plain(text: str) -> str:
