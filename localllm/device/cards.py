@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from localllm.device.types import Device, Figure
 from localllm.memory.account import Memory, with_released
@@ -71,7 +72,8 @@ def _joined(cards: Sequence[Device]) -> str:
 
 def _sum(memories: Sequence[Memory]) -> Memory:
     names = ("total_bytes", "limit_bytes", "available_bytes", "system_bytes", "others_bytes", "carve_out_bytes")
-    return replace(memories[0], **{name: sum(getattr(m, name) for m in memories) for name in names})
+    sums = {name: sum(map(attrgetter(name), memories)) for name in names}
+    return replace(memories[0], **sums)
 
 
 def _in_turn(cards: Sequence[Device]) -> Figure | None:

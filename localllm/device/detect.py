@@ -45,14 +45,14 @@ def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
 def from_readings(
     readings: Readings, *, measure: bool = False, remeasure: bool = False, settled: bool = False
 ) -> Device:
-    """`hardware` on readings taken already (doctor shares them). `settled`: without figures of busy moments."""
+    """`hardware` on readings taken already (doctor shares them). `reliable`: without figures of busy moments."""
     device = identify(readings)
     if not measures_ram(device):
         return device
     folder, machine = paths.cache_dir(), _machine(device)
     if remeasure or (measure and bandwidth.SHELF.due(folder, machine)):
         _measure(readings, device)
-    kept = bandwidth.SHELF.settled(folder, machine) if settled else bandwidth.SHELF.cached(folder, machine)
+    kept = bandwidth.SHELF.reliable(folder, machine) if settled else bandwidth.SHELF.cached(folder, machine)
     return device if kept is None else _with_ram_bandwidth(identify(readings, kept), device)
 
 
@@ -91,7 +91,7 @@ def with_matrix_rates(
     taken = matrix_rate.measure(wanted) if wanted else None
     if taken is not None:
         matrix_rate.keep(folder, machine, taken)
-    return replace(device, matrix_rates=matrix_rate.settled(folder, machine))
+    return replace(device, matrix_rates=matrix_rate.reliable(folder, machine))
 
 
 def _machine(device: Device) -> str:

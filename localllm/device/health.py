@@ -230,7 +230,8 @@ def _power(device: Device, facts: HealthFacts) -> HealthCheck:
         if facts.pmset is None:
             return HealthCheck("power", "not checked", "pmset gave no answer")
         # macOS 26 calls it powermode: 0 automatic, 1 low, 2 high.
-        if low := re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset):
+        low = re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset)
+        if low:
             fix = f"sudo pmset -a {low.group(1)} 0"
             return HealthCheck("power", "warning", "Low Power Mode is on for a power source", fix)
         return HealthCheck("power", "ok", "Low Power Mode is off")

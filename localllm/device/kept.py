@@ -84,12 +84,12 @@ class FigureFile:
         """The figure kept for `machine`, None if there is none or it is unreadable."""
         return self._figure(json_store.read(folder / self.file_name).get(machine))
 
-    def settled(self, folder: Path, machine: str) -> Figure | None:
+    def reliable(self, folder: Path, machine: str) -> Figure | None:
         """The figure kept for `machine` that later ones won't better: what plans count on, which must not go by the load."""
         return None if self.due(folder, machine) else self.cached(folder, machine)
 
-    def settled_of(self, folder: Path, start: str) -> dict[str, Figure]:
-        """The `settled` figures of every machine whose name begins so, by the rest of the name."""
+    def reliable_of(self, folder: Path, start: str) -> dict[str, Figure]:
+        """The `reliable` figures of every machine whose name begins so, by the rest of the name."""
         found = {name.removeprefix(start): self._figure(entry) for name, entry in json_store.read(folder / self.file_name).items()
                  if name.startswith(start) and not 0 < _tries(entry) < _MOST_TRIES}  # fmt: skip
         return {rest: figure for rest, figure in found.items() if figure is not None}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 
 from localllm.device import table, typed
 from localllm.device.table import DeviceRow
@@ -70,7 +71,7 @@ def _nicknames() -> dict[frozenset[str], frozenset[str]]:
 
 @cache
 def _known() -> frozenset[str]:
-    return frozenset(word for key in _index() for word in key) | {w for nick in _NICKNAMES for w in typed.words(nick)}
+    return frozenset().union(*_index(), *map(typed.words, _NICKNAMES))
 
 
 def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
@@ -79,7 +80,8 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     plain = replace(part, words=typed.bare(part.words, _known()))
     unmade = replace(plain, words=tuple(word for word in plain.words if word not in _MAKERS))
     for tried in (part, plain, unmade):
-        if found := _named(tried.words, tried.memory_gb):
+        found = _named(tried.words, tried.memory_gb)
+        if found:
             return found, tried
         shorter = typed.without_number(tried)
         if shorter is not None and shorter.memory_gb is not None:
@@ -112,28 +114,36 @@ def _spelled(name: str) -> str:
     return " ".join(re.sub(r"[^a-z0-9.]+", " ", name.lower()).split())
 
 
-def _named(words: tuple[str, ...], memory_gb: float | None = None) -> tuple[DeviceRow, ...]:
+def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[DeviceRow, ...]:
     """Rows named by exactly these words, through a nickname if need be; else the one name that has besides them only words that
     tell nothing apart."""
     wanted = frozenset(words)
     meant = _nicknames().get(wanted)
     if meant is not None:
-        sizes = {size for row in _index().get(meant, ()) for size in row.memory_gb}
-        other = _of_form(wanted, memory_gb)
-        # "A100 40GB" is not the 80 GB one its short name usually means, "Jetson Orin Nano 4GB" not the 8 GB Super.
-        if memory_gb is not None and memory_gb not in sizes and (other or wanted in _index()):
-            return other or _index()[wanted]
+        itself = _of_memory(wanted, meant, memory_gb) if memory_gb is not None else ()
+        if itself:
+            return itself
         wanted = meant
-    if not wanted:
-        return ()
-    if exact := _index().get(wanted, ()):
+    exact = _index().get(wanted, ())
+    if exact:
         # A driver's name can stand for several rows (3060 Ti GDDR6X): the one really called so is meant.
         return tuple(row for row in exact if _own_words(row) == wanted) or exact
-    if len(wanted) < 2 and not any(c.isdigit() for word in wanted for c in word):
+    if len(wanted) < 2 and not any(c.isdigit() for c in "".join(wanted)):
         return ()  # "rtx" or "ryzen" names a shelf, not a machine
     near = {key: len(key - wanted) for key in _index() if wanted <= key and _says_no_more(key - wanted, wanted)}
     closest = [key for key, extra in near.items() if extra == min(near.values())]
-    return _named(tuple(closest[0])) if len({_index()[key] for key in closest}) == 1 else ()
+    return _named(closest[0]) if len({_index()[key] for key in closest}) == 1 else ()
+
+
+def _of_memory(wanted: frozenset[str], meant: frozenset[str], memory_gb: float) -> tuple[DeviceRow, ...]:
+    """What a nickname is itself, where what it usually means is not sold with so much memory: "A100 40GB" is not the 80 GB one
+    its short name usually means, "Jetson Orin Nano 4GB" not the 8 GB Super."""
+    if any(memory_gb in row.memory_gb for row in _index().get(meant, ())):
+        return ()
+    # They differ by their board alone.
+    forms = [rows for key, rows in _index().items() if wanted < key and key - wanted <= FORMS]
+    sold = tuple(row for row in chain.from_iterable(forms) if memory_gb in row.memory_gb)
+    return sold or _index().get(wanted, ())
 
 
 def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
@@ -147,16 +157,6 @@ def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
     return True
 
 
-def _of_form(wanted: frozenset[str], memory_gb: float | None) -> tuple[DeviceRow, ...]:
-    """Rows that differ by their board alone and are sold with so much memory."""
-    if memory_gb is None:
-        return ()
-    return tuple(
-        row for key, rows in _index().items() if wanted < key and key - wanted <= FORMS
-        for row in rows if memory_gb in row.memory_gb
-    )  # fmt: skip
-
-
 def _own_words(row: DeviceRow) -> frozenset[str]:
     return frozenset(typed.read(row.name if row.vendor != "Apple" else row.chip).words)
 
@@ -164,18 +164,15 @@ def _own_words(row: DeviceRow) -> frozenset[str]:
 def longer(part: Typed) -> list[str]:
     """Names of parts that a part's words are a piece of."""
     wanted = frozenset(typed.bare(part.words, _known()))
-    found = [row for key, rows in _index().items() if wanted and wanted < key for row in rows]
-    return list(dict.fromkeys(_short(row) for row in found))
+    found = [rows for key, rows in _index().items() if wanted and wanted < key]
+    return list(dict.fromkeys(_short(row) for row in chain.from_iterable(found)))
 
 
 @cache
 def _spellings() -> dict[str, str]:
     spelled = {" ".join(typed.words(_short(row))): _short(row) for row in reversed(table.rows())}
-    return spelled | {
-        nick: _short(rows[0])
-        for nick, target in _NICKNAMES.items()
-        if (rows := _index().get(frozenset(typed.words(target)), ()))
-    }
+    meant = {nick: _index().get(frozenset(typed.words(target)), ()) for nick, target in _NICKNAMES.items()}
+    return spelled | {nick: _short(rows[0]) for nick, rows in meant.items() if rows}
 
 
 def nearest(name: str, count: int = 3) -> list[str]:

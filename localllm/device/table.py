@@ -66,7 +66,8 @@ def rows() -> tuple[DeviceRow, ...]:
 def _with_cpu() -> tuple[DeviceRow, ...]:
     """The rows that name processors, in file order: a tenth of the table, and of the time to read it."""
     wanted = [part for part in _text().split(_HEAD)[1:] if "\ncpu = " in part]
-    return tuple(_row(entry) for entry in tomllib.loads("".join(_HEAD + part for part in wanted))["device"])
+    text = "".join(_HEAD + part for part in wanted)
+    return tuple(map(_row, tomllib.loads(text)["device"]))
 
 
 @cache
@@ -97,24 +98,25 @@ def by_gpu_name(name: str, memory_bytes: int | None = None, bandwidth_gbps: floa
     wanted = plain(name)
     if wanted.endswith("..."):  # cut off by nvidia-smi's table: a laptop's GPU or a desktop's, nobody can tell
         return None
-    best: list[DeviceRow] = []
-    best_length = 0
+    found: dict[int, list[DeviceRow]] = {}
     for row in rows():
-        for known in row.names:
-            key = plain(known)
-            if not key or not re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", wanted):
-                continue
-            if "laptop" in wanted.split() and "laptop" not in key.split():
-                continue
-            if len(key) > best_length:
-                best, best_length = [row], len(key)
-            elif len(key) == best_length:
-                best.append(row)
-    if best and _says_more(wanted, best_length, best[0]):
+        for key in map(plain, row.names):
+            if _is_in(key, wanted):
+                found.setdefault(len(key), []).append(row)
+    longest = max(found, default=0)
+    best = found.get(longest, [])
+    if best and _says_more(wanted, longest, best[0]):
         return None
     if bandwidth_gbps is not None:
         best.sort(key=lambda row: abs((row.bandwidth_gbps or 0.0) - bandwidth_gbps))
     return nearest_memory(best, memory_bytes)
+
+
+def _is_in(key: str, wanted: str) -> bool:
+    """Whether a name is in a reported one, on word ends; a laptop's part is none of a desktop's."""
+    if not key or not re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", wanted):
+        return False
+    return "laptop" in key.split() or "laptop" not in wanted.split()
 
 
 # A known name inside a longer one is another part when one of these words follows ("RTX 4070" in "RTX 4070 Ti").
@@ -122,9 +124,8 @@ _OTHER_PART = {"ti", "super", "xt", "xtx", "gre", "d", "v2", "max", "mig", "ada"
 
 
 def _says_more(wanted: str, matched: int, row: DeviceRow) -> bool:
-    key = next(plain(known) for known in row.names if len(plain(known)) == matched and plain(known) in wanted)
-    rest = wanted.replace(key, " ", 1).split()
-    return any(word in _OTHER_PART for word in rest)
+    key = next(key for key in map(plain, row.names) if len(key) == matched and key in wanted)
+    return not _OTHER_PART.isdisjoint(wanted.replace(key, " ", 1).split())
 
 
 def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> DeviceRow | None:

@@ -163,9 +163,9 @@ def _ram(text: str) -> tuple[TypedRam | None, str]:
 
 def _cores(text: str) -> tuple[int | None, float | None, str]:
     """(GPU cores, GB, the rest): "30-core GPU", "16c/40c" and Apple's "12/19/32" (CPU, GPU, GB)."""
-    if found := re.search(r"\(?\b([0-9]{1,2})/([0-9]{1,2})(?:/([0-9]{1,3}))?\b\)?", text):
-        memory = float(found[3]) if found[3] else None
-        return int(found[2]), memory, f"{text[: found.start()]} {text[found.end() :]}"
+    found = re.search(r"\(?\b([0-9]{1,2})/([0-9]{1,2})(?:/([0-9]{1,3}))?\b\)?", text)
+    if found:
+        return int(found[2]), float(found[3]) if found[3] else None, _without(found)
     pattern = r"\b([0-9]{1,3})[\s-]*(?:cores?|c)\b[\s-]*(gpu|cpu)?"
     found_all = re.findall(pattern, text)
     rest = re.sub(pattern, " ", text)

@@ -218,9 +218,9 @@ def test_plans_count_on_no_figure_of_a_busy_moment(
     folder = tmp_path_factory.mktemp("kept")
     for gbps in busy:
         bandwidth.SHELF.keep(folder, "m", _taken(gbps, others=0.6))
-        assert bandwidth.SHELF.settled(folder, "m") is None
+        assert bandwidth.SHELF.reliable(folder, "m") is None
     bandwidth.SHELF.keep(folder, "m", _taken(max([quiet, *busy])))
-    assert bandwidth.SHELF.settled(folder, "m") is not None
+    assert bandwidth.SHELF.reliable(folder, "m") is not None
 
 
 def test_asked_to_measure_anew_a_quiet_figure_replaces_a_quiet_one(own_cache: Path) -> None:

@@ -27,7 +27,8 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
                 "install an arm64 Python (`arch -arm64 /bin/zsh`, then reinstall localllm)",
             )
         )
-    if why := _why_no_gpu(mac, chip, cores, readings):
+    why = _why_no_gpu(mac, chip, cores, readings)
+    if why:
         return _without_gpu(mac, had.to_be_had_bytes, ram_bandwidth, why, findings)
 
     row = table.by_chip(chip, cores, mac.memory_bytes)

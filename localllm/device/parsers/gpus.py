@@ -189,30 +189,30 @@ def nvml(text: str) -> list[NvidiaGpu]:
 
 
 def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
-    def whole(key: str) -> int | None:
+    def number(key: str) -> int | None:
         value = entry.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
 
     def milliwatts(key: str) -> float | None:
-        value = whole(key)
+        value = number(key)
         return None if value is None else value / 1000
 
-    major, minor = whole("cc_major"), whole("cc_minor")
+    major, minor = number("cc_major"), number("cc_minor")
     modes = {0: "none", 1: "hmm", 2: "ats"}
-    is_mig = whole("mig") == 1
+    is_mig = number("mig") == 1
     slices = entry.get("slices")
     sizes = [n for n in slices if isinstance(n, int) and n > 0] if isinstance(slices, list) else []
-    total = (sizes[0] if sizes else None) if is_mig else whole("total") or None
+    total = (sizes[0] if sizes else None) if is_mig else number("total") or None
     return NvidiaGpu(
         name=" ".join(str(entry["name"]).split())[:120],
         total_bytes=total,
-        used_bytes=None if is_mig else whole("used"),
-        free_bytes=None if is_mig else whole("free"),
-        reserved_bytes=None if is_mig else whole("reserved"),
+        used_bytes=None if is_mig else number("used"),
+        free_bytes=None if is_mig else number("free"),
+        reserved_bytes=None if is_mig else number("reserved"),
         compute_capability="" if major is None or minor is None else f"{major}.{minor}",
-        bus_bits=whole("bus_bits") or None,
-        max_memory_mhz=whole("max_memory_mhz") or None,
-        addressing=modes.get(whole("addressing") or 0, "") if "addressing" in entry else "",
+        bus_bits=number("bus_bits") or None,
+        max_memory_mhz=number("max_memory_mhz") or None,
+        addressing=modes.get(number("addressing") or 0, "") if "addressing" in entry else "",
         power_limit_w=milliwatts("power_limit_mw"),
         default_power_limit_w=milliwatts("default_power_limit_mw"),
         uuid=str(entry.get("uuid") or "")[:80],
@@ -256,7 +256,7 @@ def smi(text: str) -> list[NvidiaGpu]:
     "[N/A]", "[Not Supported]" and errors in place of a number mean: unknown.
     """
     lines = [line for line in text.splitlines() if line.strip()]
-    start = next((i for i, line in enumerate(lines) if "name" in [cell.strip() for cell in line.split(",")]), None)
+    start = next((i for i, line in enumerate(lines) if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None)
     if start is None:
         return []
     header = [cell.split("[")[0].strip() for cell in lines[start].split(",")]

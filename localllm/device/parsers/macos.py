@@ -57,7 +57,8 @@ def displays(system_profiler: str) -> tuple[str, int | None]:
         return "", None
     entries = data.get("SPDisplaysDataType") if isinstance(data, dict) else None
     for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, dict) and (cores := integer(str(entry.get("sppci_cores", "")))):
+        cores = integer(str(entry.get("sppci_cores", ""))) if isinstance(entry, dict) else None
+        if cores:
             return str(entry.get("sppci_model", ""))[:80], cores if 0 < cores <= 1024 else None
     return "", None
 

@@ -6,9 +6,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from localllm.device.kept import FigureFile, MeasuredFigure, ProcessorTimes
 from localllm.device.types import Figure, MatrixRates, TypeRates
@@ -22,6 +23,7 @@ TYPES = ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "Q4_0", "Q4_1", "Q5_K", "Q3_K", "Q2_K"
 _SHELF = FigureFile("matrix_rate.json", sane=(1e-4, 1000.0))
 _KINDS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
 _LAYOUTS = ("stored", "laid_out")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,7 @@ def measure(types: Sequence[str]) -> Measurements | None:
         )
         answer = json.loads(done.stdout.strip().rpartition("\n")[2])
         threads, cpu_s = int(answer["threads"]), float(answer["cpu_s"])
-        found = {
-            (name, layout, kind): float(rates[kind])
-            for name, layouts in answer["rates"].items()
-            for layout, rates in layouts.items()
-            for kind in _KINDS
-        }
+        found = {place: float(rate) for place, rate in _flat(answer["rates"])}
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
         return None
     others, date = before.others_share(ProcessorTimes.now(child_s=cpu_s)), time.strftime("%Y-%m-%d")
@@ -85,20 +82,20 @@ def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
 
 
 def keep(folder: Path, machine: str, taken: Measurements) -> None:
-    _SHELF.keep_all(
-        folder,
-        {
-            _key(machine, name, layout, kind): measurement
-            for name, layouts in taken.items()
-            for layout, rates in layouts.items()
-            for kind, measurement in rates.items()
-        },
-    )
+    _SHELF.keep_all(folder, {_key(machine, *place): measurement for place, measurement in _flat(taken)})
 
 
-def settled(folder: Path, machine: str) -> tuple[TypeRates, ...]:
+def _flat(rates: Mapping[str, Mapping[str, Mapping[str, T]]]) -> Iterator[tuple[tuple[str, str, str], T]]:
+    """Each rate with its type, layout and kind."""
+    for name, layouts in rates.items():
+        for layout, kinds in layouts.items():
+            for kind in _KINDS:
+                yield (name, layout, kind), kinds[kind]
+
+
+def reliable(folder: Path, machine: str) -> tuple[TypeRates, ...]:
     """The rates kept for `machine` (with its build) that later ones won't better."""
-    known = _SHELF.settled_of(folder, f"{machine} | ")
+    known = _SHELF.reliable_of(folder, f"{machine} | ")
     found: list[TypeRates] = []
     for name in dict.fromkeys(key.split()[0] for key in known):
         stored, laid_out = (_rates(known, name, layout) for layout in _LAYOUTS)

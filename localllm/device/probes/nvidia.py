@@ -17,6 +17,14 @@ from localllm.device.probes import run
 _WSL = "/usr/lib/wsl/lib"
 
 
+def outputs() -> dict[str, str]:
+    """What NVML says, or nvidia-smi where that is not there, by its name."""
+    said = {"nvml": nvml()}
+    if not said["nvml"]:
+        said = {"nvidia-smi": smi()}
+    return {name: text for name, text in said.items() if text}
+
+
 def nvml() -> str:
     """Every GPU as JSON, "" when NVML can't be loaded or started. Opens no CUDA context (that would cost memory)."""
     if sys.platform == "linux" and "pynvml" not in sys.modules and not _has_driver():
@@ -68,13 +76,11 @@ def _has_driver() -> bool:
 def _gpu(api: Any, index: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
-    def ask(key: str, call: Callable[[], Any]) -> Any:
+    def ask(key: str, call: Callable[[], Any]) -> None:
         # AttributeError: a driver or nvidia-ml-py too old for the call.
         with contextlib.suppress(api.NVMLError, AttributeError, ValueError):
             value = call()
             found[key] = text(value) if isinstance(value, bytes) else value
-            return value
-        return None
 
     try:
         handle = api.nvmlDeviceGetHandleByIndex(index)

@@ -8,13 +8,14 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from localllm.device.accelerators import KINDS
 from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import DeviceUnreadableError, Readings
 from localllm.memory.linux import files_to_read
+from localllm.memory.system import SystemMemory
 
 # What hides GPUs from the programs that are started here, and how CUDA counts them.
 _ENVIRONMENT = (*(name for kind in KINDS.values() for name in kind.hidden_by), "CUDA_DEVICE_ORDER")
@@ -44,26 +45,24 @@ _CARD_FILES = (
 
 def linux_readings(architecture: str) -> Readings:
     """Everything a Linux Device is identified from."""
-    files = {path: text for path in _paths() if (text := read_text(path)) is not None}
-    for path in files_to_read(files.get("/proc/self/cgroup", "")):
-        text = read_text(path)
-        if text is not None:
-            files[path] = text
+    files = _read_all(_paths())
+    files |= _read_all(files_to_read(files.get("/proc/self/cgroup", "")))
     vendors = {text.strip() for path, text in files.items() if path.endswith("/vendor")}
     outputs = environment()
-    if text := nvidia.nvml():
-        outputs["nvml"] = text
-    elif text := nvidia.smi():
-        outputs["nvidia-smi"] = text
+    outputs |= nvidia.outputs()
     if "0x1002" in vendors:
-        ids = read_text("/usr/share/libdrm/amdgpu.ids")
-        if ids is not None:
-            files["/usr/share/libdrm/amdgpu.ids"] = ids
+        files |= _read_all(["/usr/share/libdrm/amdgpu.ids"])
         outputs["render-access"] = _render_access()
     # vulkaninfo loads every driver (100 ms and more): only where it can name a card that nothing else names.
     if "0x8086" in vendors and "nvml" not in outputs and shutil.which("vulkaninfo"):
         outputs["vulkaninfo"] = run("vulkaninfo", "--summary", timeout_s=2.0)
     return Readings("linux", architecture, files, outputs)
+
+
+def _read_all(paths: Iterable[str]) -> dict[str, str]:
+    """The text of those of the files that can be read."""
+    read = {path: read_text(path) for path in paths}
+    return {path: text for path, text in read.items() if text is not None}
 
 
 def _paths() -> Iterator[str]:
@@ -150,34 +149,17 @@ _STICKS = (
 )
 
 
-class _MemoryStatusEx(ctypes.Structure):
-    _fields_ = (
-        ("dwLength", ctypes.c_uint32),
-        ("dwMemoryLoad", ctypes.c_uint32),
-        ("ullTotalPhys", ctypes.c_uint64),
-        ("ullAvailPhys", ctypes.c_uint64),
-        ("ullTotalPageFile", ctypes.c_uint64),
-        ("ullAvailPageFile", ctypes.c_uint64),
-        ("ullTotalVirtual", ctypes.c_uint64),
-        ("ullAvailVirtual", ctypes.c_uint64),
-        ("ullAvailExtendedVirtual", ctypes.c_uint64),
-    )
-
-
 def windows_outputs() -> dict[str, str]:
     """Everything a Windows machine is identified from, no administrator needed."""
     found = {
         "memory-status": _memory_status(),
         "display-class": run("reg", "query", _DISPLAY_CLASS, "/s"),
         "processor": run("reg", "query", _PROCESSOR, "/v", "ProcessorNameString"),
-        "nvml": nvidia.nvml(),
         "cores": str(os.cpu_count() or ""),
         # Set only in an emulated process: what the machine really is.
         "native-architecture": os.environ.get("PROCESSOR_ARCHITEW6432", ""),
     }
-    if not found["nvml"]:
-        found["nvidia-smi"] = nvidia.smi()
-    return environment() | {name: text for name, text in found.items() if text}
+    return environment() | nvidia.outputs() | {name: text for name, text in found.items() if text}
 
 
 def physical_memory() -> dict[str, str]:
@@ -187,14 +169,8 @@ def physical_memory() -> dict[str, str]:
 
 
 def _memory_status() -> str:
-    windll = getattr(ctypes, "windll", None)
-    if windll is None:
-        return ""
-    status = _MemoryStatusEx()
-    status.dwLength = ctypes.sizeof(status)
-    if not windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
-        return ""
-    return f"ullTotalPhys: {status.ullTotalPhys}\nullAvailPhys: {status.ullAvailPhys}\n"
+    memory = SystemMemory()
+    return f"ullTotalPhys: {memory.total_bytes}\nullAvailPhys: {memory.available_bytes()}\n"
 
 
 def read(*, slow: bool = False) -> Readings:
