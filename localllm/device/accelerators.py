@@ -6,6 +6,7 @@ Another kind is a row here, what finds it on a machine (machines/), and how its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, get_args
 
 _MIB = 2**20
@@ -68,6 +69,8 @@ KINDS: dict[str, AcceleratorKind] = {
     "sycl": AcceleratorKind("SYCL", ("sycl",), ("vulkan",)),
     "cpu": AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF", in_every_build=True, runtime_mib=((0, 0), (1, 0))),
 }  # fmt: skip
+# The environment's variables that hide GPUs from the programs which are started here.
+HIDING_VARIABLES = tuple(chain.from_iterable(kind.hidden_by for kind in KINDS.values()))
 # Libraries of ggml for accelerators that nothing here plans for yet.
 OTHER_LIBRARIES = ("musa", "opencl")
 

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from localllm import json_store, paths
 from localllm.device import cards, ggml, table, usable
-from localllm.device.accelerators import KINDS, compiled_in
+from localllm.device.accelerators import HIDING_VARIABLES, compiled_in
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0
 # What changes the devices a build sees.
-_VARIABLES = (*(name for kind in KINDS.values() for name in kind.hidden_by), "LLAMA_CPP_LIB_PATH")
+_VARIABLES = (*HIDING_VARIABLES, "LLAMA_CPP_LIB_PATH")
 _GPU_OUTPUTS = {"nvml", "nvidia-smi", "vulkaninfo", "display-class"}
 _GPU_FILES = ("/sys/class/drm/", "/sys/class/kfd/", "/sys/bus/pci/", "/proc/device-tree/")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from localllm.device import cards, cpus, lookup, table, typed, usable
 from localllm.device.cpus import Processor
@@ -181,7 +182,7 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: _Computer) -> fl
         return part.own_gb
     if rows[0].kind != "discrete":
         return part.memory_gb or computer.ram.size_gb
-    sold = {size for row in rows for size in row.memory_gb}
+    sold = set(chain.from_iterable(row.memory_gb for row in rows))
     modded = set() if "laptop" in part.words else {_MODDED * size for size in sold}
     own = next((size for size in part.sizes_gb if size in sold), None)
     own = own or next((size for size in part.sizes_gb if size in modded or not sold), None)
@@ -357,10 +358,10 @@ def _together(devices: list[Device]) -> Device:
         raise UsageError(f"{whole.name} is a whole machine: a plan runs on one of them")
     if len(kinds) > 1:
         raise UsageError(f"cards of {' and '.join(sorted(kinds))} do not share a model: one engine runs on all of them")
-    found = [card for device in devices for card in device.cards or (device,)]
+    found = list(chain.from_iterable(device.cards or (device,) for device in devices))
     if len(found) == 1:
         return found[0]
-    findings = tuple(dict.fromkeys(finding for device in devices for finding in device.findings))
+    findings = tuple(dict.fromkeys(chain.from_iterable(device.findings for device in devices)))
     # The screens are on one of them: on which is not said, so on the one that a model would take last.
     found[:-1] = [replace(c, memory=with_released(c.memory, c.memory.others_bytes)) for c in found[:-1]]
     return replace(cards.together(cards.numbered(found)), findings=findings)

@@ -198,17 +198,20 @@ def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]
         rule = f"FP4 dense {fp4.value:g} halved per doubling of the operand"
         fp8 = fp8 or Figure(fp4.value / 2, "derived", rule)
         fp16 = fp16 or Figure(fp4.value / 4, "derived", rule)
-    if fp16 is None and row.compute_units and row.family in _ONE_ARCHITECTURE:
-        sibling = max(
-            (r for r in rows() if r.family == row.family and r.fp16_tflops and r.compute_units),
-            key=lambda r: r.compute_units,
-            default=None,
-        )
-        if sibling is not None and sibling.fp16_tflops is not None:
-            value = sibling.fp16_tflops * row.compute_units / sibling.compute_units
-            rule = f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s in proportion to compute units"
-            fp16 = Figure(round(value, 1), "derived", rule)
-    return fp16, fp8, fp4
+    return fp16 or _in_proportion(row), fp8, fp4
+
+
+def _in_proportion(row: DeviceRow) -> Figure | None:
+    """FP16 of the largest of the family that is published, by compute units; None where its chips are not of one architecture."""
+    if not row.compute_units or row.family not in _ONE_ARCHITECTURE:
+        return None
+    published = [r for r in rows() if r.family == row.family and r.fp16_tflops and r.compute_units]
+    sibling = max(published, key=lambda r: r.compute_units, default=None)
+    if sibling is None or sibling.fp16_tflops is None:
+        return None
+    value = sibling.fp16_tflops * row.compute_units / sibling.compute_units
+    rule = f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s in proportion to compute units"
+    return Figure(round(value, 1), "derived", rule)
 
 
 def facts(row: DeviceRow | None) -> dict[str, Any]:

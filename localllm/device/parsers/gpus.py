@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.device.parsers import decimal, hexadecimal, integer, key_values
@@ -188,36 +188,46 @@ def nvml(text: str) -> list[NvidiaGpu]:
     return [_from_nvml(entry) for entry in listed if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
 
 
-def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
-    def number(key: str) -> int | None:
-        value = entry.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+def _number(entry: Mapping[str, Any], key: str) -> int | None:
+    value = entry.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
 
-    def milliwatts(key: str) -> float | None:
-        value = number(key)
-        return None if value is None else value / 1000
 
-    major, minor = number("cc_major"), number("cc_minor")
-    modes = {0: "none", 1: "hmm", 2: "ats"}
-    is_mig = number("mig") == 1
-    slices = entry.get("slices")
+def _watts(entry: Mapping[str, Any], key: str) -> float | None:
+    milliwatts = _number(entry, key)
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _slice_bytes(slices: object) -> int | None:
+    """The size of the MIG slice that a program is given: the first of those that are listed."""
     sizes = [n for n in slices if isinstance(n, int) and n > 0] if isinstance(slices, list) else []
-    total = (sizes[0] if sizes else None) if is_mig else number("total") or None
-    return NvidiaGpu(
+    return sizes[0] if sizes else None
+
+
+# What NVML's addressing mode says of page tables.
+_ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
+
+
+def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
+    major, minor = _number(entry, "cc_major"), _number(entry, "cc_minor")
+    gpu = NvidiaGpu(
         name=" ".join(str(entry["name"]).split())[:120],
-        total_bytes=total,
-        used_bytes=None if is_mig else number("used"),
-        free_bytes=None if is_mig else number("free"),
-        reserved_bytes=None if is_mig else number("reserved"),
+        total_bytes=_number(entry, "total") or None,
+        used_bytes=_number(entry, "used"),
+        free_bytes=_number(entry, "free"),
+        reserved_bytes=_number(entry, "reserved"),
         compute_capability="" if major is None or minor is None else f"{major}.{minor}",
-        bus_bits=number("bus_bits") or None,
-        max_memory_mhz=number("max_memory_mhz") or None,
-        addressing=modes.get(number("addressing") or 0, "") if "addressing" in entry else "",
-        power_limit_w=milliwatts("power_limit_mw"),
-        default_power_limit_w=milliwatts("default_power_limit_mw"),
+        bus_bits=_number(entry, "bus_bits") or None,
+        max_memory_mhz=_number(entry, "max_memory_mhz") or None,
+        addressing=_ADDRESSING.get(_number(entry, "addressing") or 0, "") if "addressing" in entry else "",
+        power_limit_w=_watts(entry, "power_limit_mw"),
+        default_power_limit_w=_watts(entry, "default_power_limit_mw"),
         uuid=str(entry.get("uuid") or "")[:80],
-        is_mig=is_mig,
     )
+    if _number(entry, "mig") != 1:
+        return gpu
+    size = _slice_bytes(entry.get("slices"))
+    return replace(gpu, total_bytes=size, used_bytes=None, free_bytes=None, reserved_bytes=None, is_mig=True)
 
 
 def environment(readings: Readings) -> dict[str, str]:

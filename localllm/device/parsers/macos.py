@@ -99,6 +99,7 @@ def memory(total_bytes: int, sysctl: str, pages: str) -> MacMemory:
     """What of `total_bytes` can be had: by kern.memorystatus_level, else by the `pages` of vm_stat that it is counted from."""
     level = integer(key_values(sysctl).get("kern.memorystatus_level"))
     to_be_had = available_bytes(total_bytes, level)
-    if to_be_had is None and (counted := vm_stat(pages, _TO_BE_HAD)) is not None:
+    counted = vm_stat(pages, _TO_BE_HAD)
+    if to_be_had is None and counted is not None:
         to_be_had = min(counted, total_bytes)
     return MacMemory(vm_stat(pages), to_be_had)

@@ -53,20 +53,24 @@ def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
 
 
 def _bus_bits(sticks: Sequence[Stick], channels: int) -> int:
-    if all(
-        s.data_bits < _CHANNEL_BITS for s in sticks
-    ):  # soldered: each record is a piece of a channel, and none shares one
-        return sum(s.data_bits for s in sticks)
-    places = [_place(s.place.upper()) for s in sticks]
+    if all(stick.data_bits < _CHANNEL_BITS for stick in sticks):
+        return sum(
+            stick.data_bits for stick in sticks
+        )  # soldered: each record is a piece of a channel, and none shares one
+    places = [_place(stick.place.upper()) for stick in sticks]
     # One place for all is none that firmware knows: two sticks can't sit in one.
-    unknown = len({s.place for s in sticks}) < len(sticks) or not all(p.channel for p in places)
-    if not unknown:
-        widths: Counter[tuple[str, str]] = Counter()
-        for socket, controller, _ in {(p.socket, p.controller, p.channel) for p in places}:
-            widths[socket, controller] += _CHANNEL_BITS
-        return sum(min(n, _CONTROLLER_BITS) if controller else n for (_, controller), n in widths.items())
-    sockets = Counter(p.socket for p in places)
-    return _CHANNEL_BITS * sum(min(n, channels) if channels else _usual_channels(n) for n in sockets.values())
+    if len({stick.place for stick in sticks}) == len(sticks) and all(place.channel for place in places):
+        return _placed_bits(places)
+    sockets = Counter(place.socket for place in places)
+    filled = [min(n, channels) if channels else _usual_channels(n) for n in sockets.values()]
+    return _CHANNEL_BITS * sum(filled)
+
+
+def _placed_bits(places: Sequence[_Place]) -> int:
+    """The bits of the channels that are filled, of each controller no more than it has."""
+    controllers = Counter((place.socket, place.controller) for place in set(places))
+    widths = {place: n * _CHANNEL_BITS for place, n in controllers.items()}
+    return sum(min(bits, _CONTROLLER_BITS) if controller else bits for (_, controller), bits in widths.items())
 
 
 def _usual_channels(n_sticks: int) -> int:

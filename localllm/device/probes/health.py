@@ -21,9 +21,10 @@ def read(cache: Path, data: Path) -> HealthFacts:
     """What `health.judge` needs but the build's own word on its devices (in_use.py); what could not be read stays None, so
     that it is reported as not checked."""
     power = run("/usr/bin/pmset", "-g", "custom") if sys.platform == "darwin" else None
+    free_bytes = {name: _free(path) for name, path in _disks(cache, data).items()}
     return HealthFacts(
         build=llama_cpp_build(),
-        disk_free_bytes={name: free for name, path in _disks(cache, data).items() if (free := _free(path)) is not None},
+        disk_free_bytes={name: free for name, free in free_bytes.items() if free is not None},
         open_files=_open_files(),
         swap=_swap(),
         pressure=read_text("/proc/pressure/memory"),

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from localllm.device.accelerators import KINDS
+from localllm.device.accelerators import HIDING_VARIABLES
 from localllm.device.probes import nvidia, read_text, run
 from localllm.device.types import DeviceUnreadableError, Readings
 from localllm.memory.linux import files_to_read
 from localllm.memory.system import SystemMemory
 
 # What hides GPUs from the programs that are started here, and how CUDA counts them.
-_ENVIRONMENT = (*(name for kind in KINDS.values() for name in kind.hidden_by), "CUDA_DEVICE_ORDER")
+_ENVIRONMENT = (*HIDING_VARIABLES, "CUDA_DEVICE_ORDER")
 
 
 def environment() -> dict[str, str]:
