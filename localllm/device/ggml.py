@@ -97,18 +97,22 @@ def read(answer: Mapping[str, Any]) -> GgmlBuild:
 def _details(name: str, said: list[str]) -> tuple[str, ...]:
     """Capabilities that stand only in the log: Vulkan's one line for each device, CUDA's, and Metal's several."""
     number = re.sub(r"\D", "", name)
-    if name.startswith("Vulkan"):
-        for line in said:
-            if re.match(rf"ggml_vulkan: {number} = ", line):
-                return tuple(part.strip() for part in line.split("|")[1:])
-    if name.startswith(("CUDA", "ROCm")):
-        for line in said:
-            if re.match(rf"\s*Device {number}: ", line):
-                return tuple(part.strip() for part in line.split(",")[1:])
-    if name.startswith(("MTL", "Metal")):
-        pattern = re.compile(r"ggml_metal_device_init: ((?:simdgroup|has|use) .*?)\s*= (\w+)")
-        return tuple(f"{found[1]}: {found[2]}" for line in said if (found := pattern.match(line)))
-    return ()
+    kind = re.sub(r"[\d ].*", "", name)
+    if kind in ("MTL", "Metal"):
+        features = filter(None, map(_METAL_FEATURE.match, said))
+        return tuple(f"{feature[1]}: {feature[2]}" for feature in features)
+    start, separator = _DETAIL_LINES.get(kind, ("", ""))
+    line = next((line for line in said if start and re.match(start.format(number), line)), "")
+    return tuple(part.strip() for part in line.split(separator or None)[1:])
+
+
+# How a backend's line of a device begins, and what stands between its capabilities.
+_DETAIL_LINES = {
+    "Vulkan": (r"ggml_vulkan: {} = ", "|"),
+    "CUDA": (r"\s*Device {}: ", ","),
+    "ROCm": (r"\s*Device {}: ", ","),
+}
+_METAL_FEATURE = re.compile(r"ggml_metal_device_init: ((?:simdgroup|has|use) .*?)\s*= (\w+)")
 
 
 def driven_by(device: Device, build: GgmlBuild) -> Accelerator:

@@ -133,15 +133,15 @@ def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> Devi
     candidates = list(found)
     if not candidates or memory_bytes is None:
         return candidates[0] if candidates else None
-    sized = [
-        (abs(gb * GIB - memory_bytes) / (gb * GIB), index)
-        for index, row in enumerate(candidates)
-        for gb in row.memory_gb
-    ]
+    sized = [row for row in candidates if row.memory_gb]
     if not sized:
         return candidates[0]
-    off, index = min(sized)
-    return candidates[index] if off <= 0.10 else None
+
+    def off(row: DeviceRow) -> float:
+        return min(abs(gb * GIB - memory_bytes) / (gb * GIB) for gb in row.memory_gb)
+
+    nearest = min(sized, key=off)
+    return nearest if off(nearest) <= 0.10 else None
 
 
 def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -> DeviceRow | None:
@@ -165,8 +165,13 @@ def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -
 def by_cpu(cpu: str) -> DeviceRow | None:
     """The row of a processor whose graphics share its memory, by a part of the CPU's name (any case)."""
     wanted = " ".join(cpu.lower().split())
-    found = [(len(part), row) for row in _with_cpu() for part in row.cpu if _cpu_part(part, wanted)]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    longest = 0
+    best: DeviceRow | None = None
+    for row in _with_cpu():
+        length = max((len(part) for part in row.cpu if _cpu_part(part, wanted)), default=0)
+        if length > longest:
+            longest, best = length, row
+    return best
 
 
 def _cpu_part(part: str, wanted: str) -> bool:

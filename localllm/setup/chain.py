@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +29,9 @@ def settle(
     where `accept_slower` says so of the sentence it is asked. Raises SetupError with the reason of each where none
     works: what ran before still runs.
     """
-    there = {build.name for build in builds.listed() if build.version == host.version and not again}
-    wanted = [recipe, *recipe.otherwise]
-    wanted.sort(key=lambda made: made.name not in there and made.name != builds.OWN)
+    kept = [] if again else builds.listed()
+    there = {builds.OWN, *(build.name for build in kept if build.version == host.version)}
+    wanted = sorted([recipe, *recipe.otherwise], key=lambda made: made.name not in there)
     failures: list[SetupError] = []
     for number, candidate in enumerate(wanted, 1):
         takes = f" ({candidate.takes})" if candidate.takes and candidate.name not in there else ""
@@ -42,7 +42,7 @@ def settle(
             if candidate.needs:
                 told = f"this machine lacks {'; '.join(candidate.needs)}"
                 raise SetupError(told, hint="get that, then run `localllm setup` again")
-            if candidate.name == builds.OWN or candidate.name in there:
+            if candidate.name in there:
                 _try_again(candidate, model, say)
                 builds.choose(candidate.name)
                 if candidate.name != recipe.name:
@@ -59,10 +59,14 @@ def settle(
             failures.append(e)
             if len(wanted) > 1:
                 say(f"   not taken: {e.message}")
+    raise _all_of(wanted, failures)
+
+
+def _all_of(wanted: Sequence[BuildRecipe], failures: Sequence[SetupError]) -> SetupError:
     if len(failures) == 1:
-        raise failures[0]
+        return failures[0]
     told = "; ".join(f"{made.title}: {e.message}" for made, e in zip(wanted, failures, strict=True))
-    raise SetupError(f"no build for the accelerator works here: {told}", hint=failures[0].hint)
+    return SetupError(f"no build for the accelerator works here: {told}", hint=failures[0].hint)
 
 
 def _try_again(recipe: BuildRecipe, model: Path, say: Say) -> None:
