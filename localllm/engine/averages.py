@@ -38,3 +38,12 @@ class DecayedRatio:
     def total_for(self, ratio: float, part: float) -> float:
         """How much may be added to the total, where `part` is added too, for the ratio to be `ratio` at least."""
         return (self.part + part) / ratio - self.total
+
+
+class PrefillSpeed:
+    """How fast prompts are read here. As it is, nobody knows; the engine's ChunkSizer measures it."""
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        """Tokens/s, once measured."""
+        return None

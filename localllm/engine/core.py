@@ -103,7 +103,7 @@ class Engine:
         self.speculator = Speculator(drafting, others)
         on_device = self.backend.capabilities.kv_on_device
         self._sizer = ChunkSizer(self.backend.info.n_batch, on_device=on_device, gap_s=wanted.gap_s)
-        kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
+        kv.speed = self._sizer
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
         self._stalled, self._housekeeping, self._after = False, True, False
@@ -425,7 +425,7 @@ class Engine:
         """Idle sequences leave before a prompt is read."""
         running = self.jobs.running.values()
         n_tokens = 0 if self.jobs.decoding else sum(job.to_compute for job in running)
-        self.pool.evict_idle(n_tokens, live=len(running), prefill_tok_s=self._sizer.prefill_tok_s, clock=self.clock)
+        self.pool.evict_idle(n_tokens, live=len(running), clock=self.clock)
 
     def _slice(self) -> None:
         """What the backend's prefill policy does between the steps."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from localllm.engine.averages import Average
+from localllm.engine.averages import Average, PrefillSpeed
 
 STALL_RATIO = 7.0
 # On a device a step is short and a prompt's token cheap: no gap is longer than two steps, or than `_GAP_S`, which nobody sees.
@@ -145,7 +145,7 @@ def _rank(want: Want) -> tuple[bool, int, float]:
     return (False, 0, mine) if want.computed is None else (want.waited_s < 0, want.computed, mine)
 
 
-class ChunkSizer:
+class ChunkSizer(PrefillSpeed):
     """Learns what a decode step and a prefill token cost here, beside decoding and alone, and says how large a chunk may be. `gap_s`:
     on a device, how long a step with a chunk may take, or two plain steps if that is longer."""
 
@@ -197,7 +197,6 @@ class ChunkSizer:
 
     @property
     def prefill_tok_s(self) -> float | None:
-        """Measured prefill speed in tokens/s, once known."""
         token_s = self._alone_s.value or self._beside_s.value
         return 1.0 / token_s if token_s else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ def engine_on(folder: Path, backend: ScriptedBackend | None = None, cache_bytes:
     settings = EngineSettings(disk_dir=str(folder), disk_bytes=10**9, cache_bytes=cache_bytes, headroom_bytes=0)
     engine = Engine(backend, settings)
     # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of real size would.
-    engine.pool.kv.prefill_tok_s = lambda: 1000.0
+    engine.pool.kv.speed = SimpleNamespace(prefill_tok_s=1000.0)
     assert engine.pool.kv.disk is not None
     engine.pool.kv.disk.read_bytes_s = 20_000.0
     return engine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,7 +97,7 @@ def test_states_are_as_rare_as_their_copies_are_dear(export_s: float, tok_s: flo
     ticks = iter([0.0, export_s, 10.0, 10.0 + 3 * export_s])  # a later one may be disturbed
     backend = ScriptedBackend(n_ctx=2048, rewind="none", states=True)
     store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))
-    store.prefill_tok_s = lambda: tok_s
+    store.speed = SimpleNamespace(prefill_tok_s=tok_s)
     for _ in range(2):
         sequence = backend.new_sequence()
         assert store.store_state(sequence, as_tokens(words(16, sequence))) == "free"

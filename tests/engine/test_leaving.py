@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -65,7 +66,7 @@ def test_at_most_the_last_line_is_resident_in_every_start(
             engine = Engine(backend, EngineSettings(disk_dir=folder, disk_bytes=10**9))
             assert engine.pool.kv.disk is not None
             engine.pool.kv.disk.read_bytes_s = read_mb_s * 1e6
-            engine.pool.kv.prefill_tok_s = lambda: 1000.0
+            engine.pool.kv.speed = SimpleNamespace(prefill_tok_s=1000.0)
             for head, tail in requests:
                 key += 1
                 prompt = prompt_of(head, tail, key)

@@ -276,24 +276,8 @@ class DiskTier:
             (self.quiet.clear if busy else self._working.clear)()
             (self._working.set if busy else self.quiet.set)()
 
-    def can_write(self, n_bytes: int, until_ns: int, copies: Callable[[], Iterable[Copy]]) -> bool:
-        """Could so many bytes be written without removing what was used after `until_ns`, as far as is known? `copies`: what
-        is elsewhere too, whose files are removed for them whenever they were used, if that is enough."""
-        missing = self._missing_bytes(n_bytes, until_ns)
-        if missing <= 0:
-            return True
-        replaced: list[Copy] = []
-        for pool, block in copies():
-            if missing > 0 and block.file_time_ns > until_ns:
-                replaced.append((pool, block))
-                missing -= block.file_bytes
-        if missing > 0:
-            return False
-        self._remove_copies(replaced)
-        return True
-
-    def _missing_bytes(self, n_bytes: int, until_ns: int) -> int:
-        """What is missing for `n_bytes` more where files that were used until `until_ns` make room."""
+    def missing_bytes(self, n_bytes: int, until_ns: int) -> int:
+        """What is missing for `n_bytes` more, as far as is known, where files that were used until `until_ns` make room."""
         missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.most_bytes
         for file in self._seen.files:
             if missing <= 0 or file.used_ns > until_ns:
@@ -302,17 +286,25 @@ class DiskTier:
             missing -= file.size_bytes if own is None or own.file_time_ns <= until_ns else 0
         return missing
 
-    def _remove_copies(self, copies: Sequence[Copy]) -> None:
-        """Remove the files of what is elsewhere too."""
+    def remove_copies(self, copies: Iterable[Copy], missing_bytes: int, until_ns: int) -> bool:
+        """Remove files of `copies`, which are elsewhere too, that were used since; False, removing none, where that is not
+        enough."""
+        removed: dict[Path, Copy] = {}
         for pool, block in copies:
-            block.path.unlink(missing_ok=True)
+            if missing_bytes > 0 and block.file_time_ns > until_ns:
+                removed[block.path] = pool, block
+                missing_bytes -= block.file_bytes
+        if missing_bytes > 0:
+            return False
+        for path, (pool, block) in removed.items():
+            path.unlink(missing_ok=True)
             block.written = False
-            self._blocks.pop(block.path, None)
+            self._blocks.pop(path, None)
             if block.data is None:
                 pool.forget(block)
-        removed = {block.path for _, block in copies}
         left = [file for file in self._seen.files if file.path not in removed]
         self._seen = self._seen._replace(files=left, files_bytes=sum(file.size_bytes for file in left))
+        return True
 
     def hurry(self, wanted: bool) -> None:
         """Somebody waits for room in memory: write without waiting for a pause, or take that back."""

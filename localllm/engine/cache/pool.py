@@ -313,7 +313,7 @@ class SequencePool(eviction.OtherPlaces):
         self._evict_exported(busy=busy)
         return any(not (idle.exported or self._refused(idle)) for idle in self._idle)
 
-    def evict_idle(self, n_tokens: int, *, live: int, prefill_tok_s: float | None, clock: Callable[[], float]) -> None:
+    def evict_idle(self, n_tokens: int, *, live: int, clock: Callable[[], float]) -> None:
         """Before a step of `live` running requests that are to read `n_tokens` of prompts, and nothing else: exported
         sequences leave, others are exported first as far as that pays. `prefill_tok_s`: how fast prompts are read (None:
         not known)."""
@@ -321,7 +321,7 @@ class SequencePool(eviction.OtherPlaces):
             return
         self._sync()
         self._evict_exported(busy=True)
-        seconds = eviction.export_time_s(self._backend.capabilities, n_tokens, prefill_tok_s)
+        seconds = eviction.export_time_s(self._backend.capabilities, n_tokens, self.kv.speed.prefill_tok_s)
         begun = clock()
         while clock() - begun < seconds and self.tick(busy=True, live=live):
             pass

@@ -102,7 +102,7 @@ class Restoration:
 
     def _give_up(self) -> None:
         """The disk is slower than computing would be: go on with what is in memory."""
-        if self.plan.state is None and not self.kv.cache.indivisible:
+        if self.plan.divisible:
             left = [part for part in self._parts if self.kv.in_memory(part.block)]
             self._miss("unread", sum(p.n_tokens for p in self._parts) - sum(p.n_tokens for p in left))
             self._parts = left
@@ -189,7 +189,7 @@ class Restoration:
 
     def _lose(self, block: Block, n_tokens: int) -> None:
         self.kv.lost(block)
-        if self.plan.state is None and not self.kv.cache.indivisible:
+        if self.plan.divisible:
             self._miss("lost", n_tokens)
             return
         self._replan("lost", at_once=False)

@@ -2,7 +2,7 @@
 
 plain     pieces of KV: a sequence is taken up again anywhere
 states    pieces of KV, and states at points of the sequence: it is taken up where a state is
-whole     one snapshot of everything at a point (models whose state can't be had apart)
+snapshots one snapshot of everything at a point (models whose state can't be had apart)
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
+from localllm.engine.averages import PrefillSpeed
 from localllm.engine.cache import tunables
 from localllm.engine.cache.disk import Copy, DiskBlock, DiskTier
 from localllm.engine.cache.eviction import (
@@ -46,7 +46,7 @@ class KvStore(OtherPlaces):
         able = backend.capabilities
         self.cache = PrefixCache("kv" if able.segments else "snapshot", budget=self.budget)
         self.states = PrefixCache("state", budget=self.budget) if able.states else None
-        self.prefill_tok_s: Callable[[], float | None] = lambda: None
+        self.speed = PrefillSpeed()
         # The least seen of a token's KV, the most of a state, and (tokens, bytes) of the last snapshot.
         self._token_bytes = 0.0
         self._state_bytes = 0
@@ -77,7 +77,7 @@ class KvStore(OtherPlaces):
     def version(self) -> Hashable:
         """All that a plan depends on besides its prompt: what is held, what of it is in memory, and speeds."""
         speed = None if self.disk is None else self.disk.read_speed
-        return self.budget.changes, self.budget.held_bytes, self.prefill_tok_s(), speed
+        return self.budget.changes, self.budget.held_bytes, self.speed.prefill_tok_s, speed
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block] | None:
         """The longest beginning of `prefix` whose state is held and worth reading, and that state."""
@@ -88,7 +88,7 @@ class KvStore(OtherPlaces):
         return (
             block.data is not None
             or self.disk is None
-            or self.disk.worth_reading(block, n_tokens, self.prefill_tok_s())
+            or self.disk.worth_reading(block, n_tokens, self.speed.prefill_tok_s)
         )
 
     def at_hand(self, block: Block, n_tokens: int) -> bool:
@@ -141,7 +141,7 @@ class KvStore(OtherPlaces):
     def state_interval(self, n_tokens: int) -> int:
         """Tokens between the states that are kept of a sequence of `n_tokens`."""
         capacity, dear = self.budget.capacity_bytes, self._export_s > tunables.DEAR_EXPORT_S
-        rate = (self.prefill_tok_s() or 0.0) if dear else 0.0
+        rate = (self.speed.prefill_tok_s or 0.0) if dear else 0.0
         least = self._export_s * rate / tunables.EXPORT_SHARE
         return state_interval(n_tokens, self._token_bytes, self._state_bytes, capacity, least)
 
@@ -273,7 +273,8 @@ class KvStore(OtherPlaces):
         if line is None:
             return "free"
         for at in sorted({until, min(until, self.budget.forgotten)}):
-            if self.disk.can_write(block.file_bytes, at, partial(self._copies, before)):
+            missing = self.disk.missing_bytes(block.file_bytes, at)
+            if missing <= 0 or self.disk.remove_copies(self._copies(before), missing, at):
                 self.disk.write(block, line, until)
                 return "pending"
         return "full"
@@ -321,7 +322,7 @@ class KvStore(OtherPlaces):
 
     def be_patient(self, n_tokens: int) -> None:
         """What leaves the context for so many tokens may wait for room that writing makes: for a part of what reading them costs."""
-        rate = self.prefill_tok_s()
+        rate = self.speed.prefill_tok_s
         self._patience_s = min(tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens / rate) if rate else 0.0
 
     def wait_for_writing(self) -> bool:
