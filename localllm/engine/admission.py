@@ -84,7 +84,10 @@ class Admission:
             return False
         running = self.jobs.running
         victims = self.jobs.shares.preempted
-        while (tenant := victims(job.tenant, (j.tenant for j in running.values()))) is not None:
+        while True:
+            tenant = victims(job.tenant, (j.tenant for j in running.values()))
+            if tenant is None:
+                break
             self.jobs.park(max((j for j in running.values() if j.tenant == tenant), key=lambda j: j.arrived_s))
             if len(running) < most and self._try_admit(job, self._source(job, running.values()), now):
                 return True

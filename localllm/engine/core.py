@@ -163,8 +163,9 @@ class Engine:
                 f"the served context is {info.n_ctx}"
             )
             return [Failure(request.id, "context_length_exceeded", said)]
-        if self._images is not None and (said := self._images.unreadable(images, info.n_batch)):
-            return [Failure(request.id, "invalid_request", said)]
+        unreadable = self._images.unreadable(images, info.n_batch) if self._images is not None else ""
+        if unreadable:
+            return [Failure(request.id, "invalid_request", unreadable)]
         before = sum(job.tenant == generation.tenant for job in self.jobs.waiting.values())
         if before >= self.settings.queue_limit:
             return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
@@ -368,7 +369,8 @@ class Engine:
 
     def _wake(self, *, busy: bool) -> None:
         self._memory.apply()
-        if (disk := self.pool.kv.disk) is not None:
+        disk = self.pool.kv.disk
+        if disk is not None:
             disk.working(busy)
 
     def close(self) -> None:

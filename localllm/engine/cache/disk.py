@@ -341,8 +341,7 @@ class DiskTier:
     # --- the writer's thread -------------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            block, tokens, until_ns, queued_s = job
+        for block, tokens, until_ns, queued_s in iter(self._jobs.get, None):
             self._wait_for_a_pause(queued_s + tunables.WRITE_PATIENCE_S)
             with self._lock:
                 self._pending_bytes -= block.file_bytes

@@ -254,8 +254,7 @@ class ReadAhead:
         self._awaited.wait(min(took_s, tunables.READ_REST_S))
 
     def _read_all(self) -> None:
-        jobs = self._jobs
-        while (wanted := jobs.get()) is not None:
+        for wanted in iter(self._jobs.get, None):
             if not wanted.users:
                 continue
             self._since_s = self._clock()

@@ -287,7 +287,8 @@ class SequencePool(eviction.OtherPlaces):
         interval = self.kv.state_interval(job.n_prompt) if self.kv.states is not None else None
         signs = Signs(self._is_control, self._ends_paragraph)
         found = checkpoints(job.tokens[: job.n_prompt], job.n_kv, job.known, signs, interval)
-        return sorted({e for e in (image_boundary(job.tokens, point) for point in found) if e > job.n_kv})
+        points = {image_boundary(job.tokens, point) for point in found}
+        return sorted(point for point in points if point > job.n_kv)
 
     def _is_control(self, token: int) -> bool:
         return token >= 0 and self._backend.is_control(token)
