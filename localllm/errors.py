@@ -54,6 +54,7 @@ in brackets). The catalog and the backends may import nothing of ours: their own
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 
@@ -83,15 +84,8 @@ class LocalLLMError(Exception):
 
     def to_openai(self) -> dict[str, Any]:
         """The error object every HTTP face sends: OpenAI's shape plus our `hint`."""
-        body: dict[str, Any] = {
-            "message": self.openai_message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
-        if self.hint:
-            body["hint"] = self.hint
-        return {"error": body}
+        body = {"message": self.openai_message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": body | ({"hint": self.hint} if self.hint else {})}
 
 
 class UsageError(LocalLLMError):
@@ -277,18 +271,13 @@ def by_code(
 ) -> LocalLLMError:
     """Rebuild an error that crossed a process border from its `code` (unknown codes become BackendError)."""
 
-    def walk(cls: type[LocalLLMError]) -> type[LocalLLMError] | None:
-        if cls.code == code and "code" in cls.__dict__:
-            return cls
-        for sub in cls.__subclasses__():
-            found = walk(sub)
-            if found is not None:
-                return found
-        return None
-
-    cls = walk(LocalLLMError) or BackendError
-    if cls is BusyError:
-        return BusyError(message, hint=hint)
-    if cls is ContextLengthError:
-        return ContextLengthError(message, hint=hint, param=param, counts=counts)
+    cls = next((kind for kind in _kinds(LocalLLMError) if kind.__dict__.get("code") == code), BackendError)
+    if issubclass(cls, ContextLengthError):
+        return cls(message, hint=hint, param=param, counts=counts)
     return cls(message, hint=hint, param=param)
+
+
+def _kinds(cls: type[LocalLLMError]) -> Iterator[type[LocalLLMError]]:
+    yield cls
+    for kind in cls.__subclasses__():
+        yield from _kinds(kind)

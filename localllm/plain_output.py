@@ -1,7 +1,7 @@
 """What we print shows control characters as "?", whoever wrote them: a file's name, a header, a hub, another server.
 
 A name can hold sequences that a terminal obeys: to write the clipboard, to answer in our place, to hide a line (CWE-150).
-Commands print through this; the few that rewrite a line of their own say so (`obeyed`).
+Commands print through this; the few that rewrite a line of their own say so (`raw_write`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PlainOutput:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.obeyed = stream.write
+        self.raw_write = stream.write
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError, ValueError):
                 stream.reconfigure(errors="replace")
@@ -56,9 +56,9 @@ class PlainOutput:
         return getattr(self._stream, name)
 
 
-def obeyed(stream: TextIO) -> Callable[[str], Any]:
+def raw_write(stream: TextIO) -> Callable[[str], Any]:
     """A `write` for what the terminal is to obey: our own sequences, never anything that came from elsewhere."""
-    return cast("Callable[[str], Any]", getattr(stream, "obeyed", stream.write))
+    return cast("Callable[[str], Any]", getattr(stream, "raw_write", stream.write))
 
 
 @contextmanager

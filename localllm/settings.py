@@ -168,6 +168,7 @@ TABLE: tuple[Setting, ...] = (
     Setting("offline", bool, False, "never contact the hub"),
 )
 _BY_NAME = {s.name: s for s in TABLE}
+_SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 # Tables of config.toml that are not settings: what it says of single models (cli/serve/presets.py), of other servers and of
 # keys (cli/serve/upstreams.py), of the chat's keys and of the programs that offer it tools (cli/chat/config.py).
@@ -234,19 +235,10 @@ def _choose(setting: Setting, flags: dict[str, Any], config: dict[str, Any]) -> 
 
 def checked(setting: Setting, value: Any, where: str) -> Value:
     """`value` as `setting` has it. Raises UsageError naming it and `where` it stands."""
+    if setting.many:
+        return _parse_many(setting, value, where)
     try:
-        parsed: Value
-        if setting.many:
-            return _parse_many(setting, value, where)
-        if setting.kind is bool and isinstance(value, str):
-            parsed = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
-        else:
-            sign = "%" if setting.percent and isinstance(value, str) else ""
-            parsed = setting.kind(value.removesuffix(sign) if sign else value)
-        if setting.kind in (int, float) and not _is_size(float(str(parsed)), signed=setting.signed):
-            raise ValueError
-        if setting.percent and not 1 <= float(str(parsed)) <= 100:
-            raise ValueError
+        parsed: Value = _parsed(setting, value)
     except (TypeError, ValueError, KeyError, OverflowError):
         raise UsageError(f"{setting.name} in {where} must be {_kind(setting)}, not {value!r}") from None
     if setting.choices and parsed not in setting.allowed:
@@ -254,8 +246,17 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
     return parsed
 
 
-def _is_size(value: float, *, signed: bool) -> bool:
-    return math.isfinite(value) and (signed or value >= 0)
+def _parsed(setting: Setting, value: Any) -> Any:
+    """Raises what its kind raises for another, and ValueError for a number out of its bounds."""
+    if setting.kind is bool and isinstance(value, str):
+        return _SWITCH[value.lower()]
+    if setting.percent and isinstance(value, str):
+        value = value.removesuffix("%")
+    parsed: Any = setting.kind(value)
+    least, most = (1.0, 100.0) if setting.percent else (-math.inf if setting.signed else 0.0, math.inf)
+    if setting.kind in (int, float) and not (math.isfinite(parsed) and least <= parsed <= most):
+        raise ValueError
+    return parsed
 
 
 def _kind(setting: Setting) -> str:

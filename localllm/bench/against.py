@@ -114,30 +114,37 @@ def run(
     """Run the scenarios `names` on all `targets`, `rounds` times, the server that begins taking turns. What fails on one
     server is told in the end and stops nothing else; `report` hears each step. Raises BackendError where one does not
     answer at all."""
-    if len({t.name for t in targets}) < len(targets):
-        raise UsageError("a server is named twice", hint=", ".join(t.name for t in targets))
+    servers = [target.name for target in targets]
+    if len(set(servers)) < len(servers):
+        raise UsageError("a server is named twice", hint=", ".join(servers))
     for target in targets:
         target.wait_ready()
     counter = Counter.among(targets)
     scenarios = make(counter, templated_tokens(targets))
-    found = ScenarioResult(targets[0].name, targets, {n: scenarios.means[n] for n in names}, rounds, counter)
-    failures: Counted[tuple[str, str]] = Counted()
+    found = ScenarioResult(servers[0], targets, {n: scenarios.means[n] for n in names}, rounds, counter)
+    skipped: Counted[tuple[str, str]] = Counted()
     for i in range(rounds):
         scenarios.round = i
         for name in names:
             for target in rotated(targets, i):
-                if failures[name, target.name] >= _TRIES:
-                    continue
-                started = time.monotonic()
-                try:
-                    scenarios.run(name, target)
-                except LocalLLMError as e:
-                    found.faults.append(f"{name}, round {i + 1}: {e.message}")
-                    failures[name, target.name] += 1
-                took_s = time.monotonic() - started
-                report(f"round {i + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s")
-                if took_s > _LONG_S and failures[name, target.name] < _TRIES and i + 1 < rounds:
-                    found.notes.append(f"{name} took {took_s:.0f} s on {target.name}: measured no further.")
-                    failures[name, target.name] = _TRIES
-    found.tables = scenarios.finished(rounds, [t.name for t in targets])
+                if skipped[name, target.name] < _TRIES:
+                    took_s, fault = _timed(scenarios, name, target)
+                    report(f"round {i + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s")
+                    if fault:
+                        found.faults.append(f"{name}, round {i + 1}: {fault}")
+                        skipped[name, target.name] += 1
+                    if took_s > _LONG_S and skipped[name, target.name] < _TRIES and i + 1 < rounds:
+                        found.notes.append(f"{name} took {took_s:.0f} s on {target.name}: measured no further.")
+                        skipped[name, target.name] = _TRIES
+    found.tables = scenarios.finished(rounds, servers)
     return found
+
+
+def _timed(scenarios: Scenarios, name: str, target: BenchTarget) -> tuple[float, str]:
+    """The seconds that a scenario took there, and what went wrong ("": nothing)."""
+    started = time.monotonic()
+    try:
+        scenarios.run(name, target)
+    except LocalLLMError as e:
+        return time.monotonic() - started, e.message
+    return time.monotonic() - started, ""

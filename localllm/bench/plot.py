@@ -23,9 +23,7 @@ def lines(points: Sequence[PlotPoint], width: int = 72, height: int = 12) -> lis
     if not points:
         return []
     columns = max(8, width - _LEFT)
-    depths = [math.log2(max(1, p.depth)) for p in points]
-    low, spread = min(depths), max(depths) - min(depths)
-    placed = [round((d - low) / spread * (columns - 1)) if spread else columns // 2 for d in depths]
+    placed = _columns([p.depth for p in points], columns)
     predictions = [(column, p.predicted) for column, p in zip(placed, points, strict=True) if p.predicted is not None]
     top = max([p.tok_s for p in points] + [value for _, value in predictions]) * 1.05 or 1.0
 
@@ -42,14 +40,21 @@ def lines(points: Sequence[PlotPoint], width: int = 72, height: int = 12) -> lis
     for i, cells in enumerate(grid):
         mark = f"{top * (1 - i / (height - 1)):6.4g}" if i in (0, height // 2, height - 1) else ""
         said.append(f"{mark:>6} │{''.join(cells)}".rstrip())
-    labels = _labels([(column, _short(p.depth)) for column, p in zip(placed, points, strict=True)], columns)
-    return [*said, f"{'':6} └{'─' * columns}", f"{'':8}{labels}".rstrip()]
+    return [*said, f"{'':6} └{'─' * columns}", f"{'':8}{_labels(placed, points, columns)}".rstrip()]
 
 
-def _labels(depths: Sequence[tuple[int, str]], columns: int) -> str:
-    """Texts below their columns; one that would touch another is left out."""
+def _columns(depths: Sequence[int], columns: int) -> list[int]:
+    """Where each depth stands among so many columns, by its logarithm."""
+    at = [math.log2(max(1, depth)) for depth in depths]
+    low, spread = min(at), max(at) - min(at)
+    return [round((x - low) / spread * (columns - 1)) if spread else columns // 2 for x in at]
+
+
+def _labels(placed: Sequence[int], points: Sequence[PlotPoint], columns: int) -> str:
+    """Depths below their columns; one that would touch another is left out."""
     cells = [" "] * (columns + 8)
-    for column, text in depths:
+    for column, point in zip(placed, points, strict=True):
+        text = _short(point.depth)
         begin = min(max(0, column - len(text) // 2), columns - len(text))
         room = cells[max(0, begin - 1) : begin + len(text) + 1]
         if not "".join(room).strip():

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
-from localllm.plain_output import obeyed
+from localllm.plain_output import raw_write
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import typed_in
@@ -238,7 +238,7 @@ class _Page(AnswerDisplay):
         self._err = err if err.isatty() else None
         # Bytes of the model's own for a file or a pipe; a terminal would obey its control characters.
         self._shown = printable if out.isatty() else str
-        self._write = obeyed(out)
+        self._write = raw_write(out)
         self._said = ""
         self._ends_line = True
         self._lines = WrappedLines(shutil.get_terminal_size().columns if out.isatty() else 0)
@@ -254,7 +254,7 @@ class _Page(AnswerDisplay):
 
     def progress(self, what: str) -> None:
         if self._err is not None and what != self._said:
-            obeyed(self._err)("\r\x1b[K")
+            raw_write(self._err)("\r\x1b[K")
             self._err.write(what)
             self._err.flush()
             self._said = what

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.serve.run import application
 from localllm.errors import LocalLLMError, UsageError
-from localllm.plain_output import obeyed
+from localllm.plain_output import raw_write
 
 if TYPE_CHECKING:
     import asyncio
@@ -225,7 +225,7 @@ def loading_note(name: str) -> Iterator[Callable[[float], None]]:
             return
         now = f"loading {name} … {progress:4.0%}"
         if tty and now != said:
-            obeyed(sys.stderr)("\r")
+            raw_write(sys.stderr)("\r")
             print(now, end="", file=sys.stderr, flush=True)
         elif not said:
             print(f"loading {name} …", file=sys.stderr, flush=True)
@@ -235,5 +235,5 @@ def loading_note(name: str) -> Iterator[Callable[[float], None]]:
         yield note
     finally:
         if said and tty:
-            obeyed(sys.stderr)("\r\033[K")
+            raw_write(sys.stderr)("\r\033[K")
             sys.stderr.flush()

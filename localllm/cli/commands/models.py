@@ -12,7 +12,7 @@ import typer
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
 from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, table
 from localllm.formatting import byte_size
-from localllm.plain_output import obeyed
+from localllm.plain_output import raw_write
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
@@ -157,7 +157,7 @@ def verify(
             print(f"reading {model.name} ({byte_size(model.size_bytes)}) …", end="", file=sys.stderr, flush=True)
         results.append(store.verify(model))
         if not quiet and sys.stderr.isatty():
-            obeyed(sys.stderr)("\r\033[K")
+            raw_write(sys.stderr)("\r\033[K")
         if not as_json and not (quiet and results[-1].result != "bad"):
             print(_verdict(results[-1]), flush=True)
     if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.shared import Json
-from localllm.plain_output import obeyed, plain
+from localllm.plain_output import plain, raw_write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ def pull(
     from localllm.settings import Settings
 
     no_network = bool(Settings({"offline": offline}).value("offline"))
-    meter = None if quiet else ProgressLine(obeyed(sys.stderr))
+    meter = None if quiet else ProgressLine(raw_write(sys.stderr))
     try:
         watch = timing_meanwhile(meter)
         found: LocalModel = fetch(ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from localllm import sse
 from localllm.cli.editors.recipes import Probe
 from localllm.errors import BackendError
 
@@ -161,8 +162,9 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
     back = {**ask, "messages": [*_ASK, made, result], "options": {"num_predict": _ANSWER_TOKENS}}
     reply = _taken(client.post("/api/chat", json=back))
     lines = list(_lines(reply))
-    if failed := next((line["error"] for line in lines if "error" in line), ""):
-        raise BackendError(failed)
+    for line in lines:
+        if "error" in line:
+            raise BackendError(line["error"])
     _check_end(any(line.get("done") for line in lines))
 
 
@@ -174,9 +176,7 @@ def _lines(reply: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
     """The JSON objects of an event stream."""
-    for line in reply.text.splitlines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
+    return sse.objects(reply.text.split("\n"))
 
 
 def _check_call(name: str, arguments: str) -> None:

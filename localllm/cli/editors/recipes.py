@@ -134,7 +134,8 @@ def _filled_json(value: Any, known: Mapping[str, Any]) -> Any:
 
 
 def _those_filled(texts: Iterable[str], known: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(found for text in texts if (found := _filled(text, known)) is not None)
+    filled = [_filled(text, known) for text in texts]
+    return tuple(text for text in filled if text is not None)
 
 
 def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> ConfigFile:
@@ -150,7 +151,8 @@ def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> Clien
     files = (_file(entry["file"], known, home),) if "file" in entry else ()
     known |= {"file": str(files[0].path), "folder": str(files[0].path.parent)} if files else {}
     run = None
-    if (alone := entry.get("run")) is not None:
+    if "run" in entry:
+        alone = entry["run"]
         command = _those_filled(alone["command"], known)
         run = ProcessSettings(command, _variables(alone, known), tuple(alone.get("without", ())))
     return ClientRecipe(

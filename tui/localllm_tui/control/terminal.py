@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from localllm.plain_output import obeyed
+from localllm.plain_output import raw_write
 
 # C0 (but tab and newline), DEL and C1: a model's text could otherwise move the cursor or write the clipboard.
 # Marks that turn the direction of writing reach beyond the text they are in, over the line of the screen.
@@ -124,7 +124,7 @@ class TerminalQuestion:
                 self._before, self._end_s = termios.tcgetattr(fd), time.monotonic() + _ANSWERS_WITHIN_S
                 tty.setcbreak(fd, termios.TCSANOW)
                 self._fd = fd
-                obeyed(sys.stdout)(f"{question}\x1b[c")
+                raw_write(sys.stdout)(f"{question}\x1b[c")
                 sys.stdout.flush()
 
     def answer(self) -> tuple[str, str]:
