@@ -66,7 +66,8 @@ def ollama() -> list[Path]:
         Path.home() / ".ollama" / "models",
         SERVICE_STORE if sys.platform == "linux" else None,
     ]
-    return [store for store in _existing([c for c in candidates if c]) if any((store / m).is_dir() for m in MANIFESTS)]
+    stores = _existing(list(filter(None, candidates)))
+    return [store for store in stores if any((store / m).is_dir() for m in MANIFESTS)]
 
 
 def llamacpp() -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
@@ -69,7 +70,7 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
         lines = _changes(model, tables)
         if lines:
             found.changes.append(Change(model, tuple(lines)))
-        found.tables[model.id] = {form: tables[form] for form in dict.fromkeys(form for form, _ in repos)}
+        found.tables[model.id] = {form: tables[form] for form, _ in repos}
     return found
 
 
@@ -143,7 +144,7 @@ def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> 
 def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[dict[str, Any]]:
     """The catalog's tables of one repository: none where it holds nothing of this model. `sure`: a file that is of it."""
     found = (s for s in variants.selections(listing) if s.format == form)
-    there = [s for s in found if is_of(model, s) or sure in [file.name for file in s.files]]
+    there = [s for s in found if is_of(model, s) or sure in s.names]
     if Format(form).is_folder:
         return [{"repo": listing.repo, "quant": s.quant, "bytes": s.weights_bytes, "source": "hf-api"} for s in there]
     chosen: dict[str, variants.Selection] = {}
@@ -153,7 +154,7 @@ def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[d
         return []
     table: dict[str, Any] = {
         "repo": listing.repo,
-        "files": {quant: [file.name for file in s.files] for quant, s in chosen.items()},
+        "files": {quant: list(s.names) for quant, s in chosen.items()},
         "bytes": {quant: s.weights_bytes for quant, s in chosen.items()},
         "source": "hf-api",
     }
@@ -300,7 +301,8 @@ def _sampling(model: Model) -> dict[str, Any]:
 
 def summary(model: Model) -> list[str]:
     """What a person wants to know of a new model, in sentence parts."""
-    kinds = ", ".join(f"{sum(1 for _ in same)} {kind}" for kind, same in groupby(sorted(x.kind for x in model.layers)))
+    counts = Counter(sorted(layer.kind for layer in model.layers))
+    kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
     lines = [f"new: {model.params_total / 1e9:.1f}B parameters, layers: {kinds}; context {model.native_context:,}"]
     calls, reasons = model.calls_tools, model.reasoning_kind != "none"
     if calls or reasons:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,10 +36,8 @@ def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
 
     sizes: dict[str, int] = {}
     for name, file in files.items():
-        try:
+        with suppress(OSError):
             sizes[name] = file.stat().st_size
-        except OSError:
-            continue
     found: dict[str, tuple[Path, Kind]] = {}
     for name, place in kinds.among(sizes).items():
         stated = of_header(files[name]) if names.is_first_part(name) else None
@@ -70,7 +69,7 @@ def said_names(file: Path) -> frozenset[str]:
     """What a file's header calls its model and the models it is made from, for comparing with another file's."""
     header = _peeked(file)
     said = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)] if header else []
-    return frozenset(bare for name in said if (bare := names.bare(name)))
+    return frozenset(map(names.bare, said)) - {""}
 
 
 def header_facts(file: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def walk(folder: Path, depth: int) -> Iterator[tuple[Path, list[Path]]]:
         except OSError:
             continue
         yield current, files
+
+
+def files_below(folder: Path, depth: int = DEPTH) -> list[Path]:
+    """All files that `walk` finds."""
+    return list(chain.from_iterable(files for _, files in walk(folder, depth)))
 
 
 def ggufs(files: list[Path], origin: Origin, repo: str = "", root: Path | None = None) -> list[LocalModel]:

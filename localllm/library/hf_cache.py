@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from localllm.library import folders, names
@@ -55,12 +58,9 @@ def snapshots(folder: Path) -> list[Path]:
 
 def _heads(folder: Path) -> dict[str, str]:
     heads = {}
-    for _, files in folders.walk(folder / "refs", 2):
-        for file in files:
-            try:
-                heads[str(file.relative_to(folder / "refs"))] = file.read_text(encoding="ascii")[:64].strip()
-            except (OSError, UnicodeDecodeError, ValueError):
-                continue
+    for file in folders.files_below(folder / "refs", 2):
+        with suppress(OSError, ValueError):
+            heads[str(file.relative_to(folder / "refs"))] = file.read_text(encoding="ascii")[:64].strip()
     return heads
 
 
@@ -104,7 +104,7 @@ def digest_of(pointer: Path) -> str:
 
 def partials(cache: Path) -> list[Path]:
     """Files that downloads left unfinished."""
-    return [file for _, folder in repos(cache) for file in partials_in(folder)]
+    return list(chain.from_iterable(partials_in(folder) for _, folder in repos(cache)))
 
 
 def unreferenced(cache: Path) -> list[Path]:
@@ -113,14 +113,11 @@ def unreferenced(cache: Path) -> list[Path]:
     for _, folder in repos(cache):
         used: set[str] = set()
         for snapshot in snapshots(folder):
-            for _, files in folders.walk(snapshot, folders.DEPTH):
-                for file in files:
-                    if file.is_symlink():
-                        used.add(os.path.basename(os.readlink(file)))
-                        if not file.exists():
-                            found.append(file)
-        for _, files in folders.walk(folder / "blobs", 0):
-            found += [f for f in files if _DIGEST.fullmatch(f.name) and f.name not in used]
+            links = [file for file in folders.files_below(snapshot) if file.is_symlink()]
+            used.update(os.path.basename(os.readlink(file)) for file in links)
+            found += [file for file in links if not file.exists()]
+        blobs = folders.files_below(folder / "blobs", 0)
+        found += [f for f in blobs if _DIGEST.fullmatch(f.name) and f.name not in used]
     return found
 
 
@@ -132,7 +129,7 @@ def remove(model: LocalModel) -> int:
     folder = _snapshot_of(model.path).parent.parent
     files = [*model.files, *([model.mmproj] if model.mmproj is not None and _is_last(model, folder) else [])]
     if model.is_folder:
-        files = [f for _, found in folders.walk(model.path, folders.DEPTH) for f in found]
+        files = folders.files_below(model.path)
     wanted = {os.path.relpath(f, _snapshot_of(model.path)) for f in files}
     freed = 0
     for snapshot in snapshots(folder):
@@ -152,8 +149,8 @@ def remove(model: LocalModel) -> int:
 
 def _is_last(model: LocalModel, folder: Path) -> bool:
     """True if no other model of the repository uses the projector too."""
-    others = [m for s in snapshots(folder) for m in models_of(s, model.repo) if m.name != model.name]
-    return not others
+    there = chain.from_iterable(models_of(snapshot, model.repo) for snapshot in snapshots(folder))
+    return all(other.name == model.name for other in there)
 
 
 def _snapshot_of(path: Path) -> Path:
@@ -164,18 +161,12 @@ def _snapshot_of(path: Path) -> Path:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    import shutil
-
-    for snapshot in snapshots(folder):
-        if any(files for _, files in folders.walk(snapshot, folders.DEPTH)):
-            return
-    if partials_in(folder):
-        return
-    shutil.rmtree(folder, ignore_errors=True)
+    if not any(map(folders.files_below, snapshots(folder))) and not partials_in(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def partials_in(folder: Path) -> list[Path]:
-    return [f for _, files in folders.walk(folder / "blobs", 0) for f in files if _PARTIAL.fullmatch(f.name)]
+    return [f for f in folders.files_below(folder / "blobs", 0) if _PARTIAL.fullmatch(f.name)]
 
 
 def size_of(path: Path) -> int:

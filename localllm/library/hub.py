@@ -168,7 +168,7 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
     failures = 0
     while True:
         try:
-            with rule.over(get_session()):
+            with rule.guard(get_session()):
                 info = api.model_info(
                     repo,
                     revision=revision or None,
@@ -301,10 +301,11 @@ def _checked(repo: str, info: Any) -> Listing:
     siblings = info.siblings or []
     if _COMMIT.fullmatch(commit) is None or len(siblings) > _MAX_FILES:
         raise _unusable(repo, "it names no commit" if len(siblings) <= _MAX_FILES else "it lists too many files")
-    files = tuple(f for s in siblings if (f := _file(repo, s)) is not None)
-    known = {f.name for f in files}
-    left_out = tuple(ascii(n)[1:-1] for s in siblings if (n := str(s.rfilename)) not in known and is_gguf(n))
-    return Listing(repo, commit, files, left_out)
+    files = tuple(filter(None, (_file(repo, sibling) for sibling in siblings)))
+    known = {file.name for file in files}
+    others = (str(sibling.rfilename) for sibling in siblings)
+    unnameable = tuple(ascii(name)[1:-1] for name in others if name not in known and is_gguf(name))
+    return Listing(repo, commit, files, unnameable)
 
 
 def _file(repo: str, sibling: Any) -> RepoFile | None:
@@ -388,7 +389,7 @@ class RedirectRule:
             self.check(urljoin(response.url, response.headers["location"]))
 
     @contextmanager
-    def over(self, session: Any) -> Iterator[None]:
+    def guard(self, session: Any) -> Iterator[None]:
         """Hold `session` (huggingface-hub's own client: httpx's or, before 1.0, requests') to this rule for a while."""
 
         def on_request(request: Any) -> None:

@@ -35,7 +35,7 @@ def lmstudio(store: Path) -> list[LocalModel]:
 def llamacpp(cache: Path) -> list[LocalModel]:
     """llama.cpp's cache: flat files called publisher_repository_file.gguf, or the hub's layout (since 2026)."""
     files = next((files for _, files in folders.walk(cache, 0)), [])
-    known = [r for f in files if (r := _repo_of_manifest(f.name) or _repo_of_name(f.name))]
+    known = list(filter(None, (_repo_of_manifest(f.name) or _repo_of_name(f.name) for f in files)))
     of_repo: dict[str, list[Path]] = {}
     for file in files:
         repo = next((r for r in known if file.name.startswith(r.replace("/", "_") + "_")), "")
@@ -75,7 +75,8 @@ def ollama(store: Path) -> list[LocalModel]:
     for root in app_folders.MANIFESTS:
         for manifest in _manifests(store / root):
             name = manifest.relative_to(store / root).parts
-            if _title(name) not in found and (model := _ollama_model(store, manifest, name)) is not None:
+            model = _ollama_model(store, manifest, name) if _title(name) not in found else None
+            if model is not None:
                 found[model.name] = model
     return list(found.values())
 

@@ -212,7 +212,8 @@ def _wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> _PullTa
     on_hub = tuple(v for v in model.variants if v not in packaged)
     if not on_hub:
         return resolve(ref, catalog=known)
-    if packaged and reference.quant in ("", packaged[0].quant) and (here := _of_package(ref, known)) is not None:
+    here = _of_package(ref, known) if packaged and reference.quant in ("", packaged[0].quant) else None
+    if here is not None:
         return here
     offered = replace(model, variants=on_hub)
     if reference.quant:
@@ -299,7 +300,8 @@ def _check_format(config: Path, repo: str) -> None:
     """Raises DownloadError for weights in another program's format, before they travel."""
     from localllm_catalog.from_hf import foreign_format
 
-    if foreign := foreign_format(json_store.read(config)):
+    foreign = foreign_format(json_store.read(config))
+    if foreign:
         raise DownloadError(
             f"the weights of {repo} are in {foreign}, which neither MLX nor llama.cpp runs",
             hint="take a GGUF file of the model, or an MLX conversion (mlx-community has many)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _STARTER_NAMES = (starter.NAME, "smollm2-135m", "starter")
 # Weights above this share of memory leave too little for a context and for everything else that runs.
 _SENSIBLE_SHARE = 0.5
-_NOT_CHAT = ("embed", "rerank", "reward", "whisper", "ocr-", "-base", "draft", "guard", "assistant-mtp")
+_NOT_CHAT = re.compile("embed|rerank|reward|whisper|ocr-|-base|draft|guard|assistant-mtp", re.IGNORECASE)
 
 
 def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = False) -> LocalModel:
@@ -116,7 +117,8 @@ def by_path(ref: str) -> LocalModel | None:
         return _by_folder(path, must=looks_like_path)
     if path.name.startswith("._"):
         file_kinds.check_is_model(path)
-    if whole := names.raw_part_of(path.name):
+    whole = names.raw_part_of(path.name)
+    if whole:
         raise ModelFileError(f"{path.name} is a raw part of {whole}", hint=names.join_hint(whole))
     split = names.split_of(path.name)
     if split is not None and split[1] != 1:
@@ -276,7 +278,7 @@ def _near(name: str, installed: list[LocalModel]) -> list[str]:
 def _best_at_hand() -> LocalModel:
     """The biggest installed model that leaves half the memory free and has a chat template; else the starter."""
     fitting = sorted(_runnable(store.scan()), key=lambda m: -m.size_bytes)
-    candidates = [m for m in fitting if not any(word in m.name.lower() for word in _NOT_CHAT)]
+    candidates = [m for m in fitting if not _NOT_CHAT.search(m.name)]
     limit = sensible_bytes() if candidates else 0
     for model in candidates:
         if model.size_bytes <= limit and _can_chat(model):

@@ -72,11 +72,9 @@ def du() -> list[DiskUsage]:
     for model in scan():
         counts[model.origin] = counts.get(model.origin, 0) + 1
         for file in _all_files(model):
-            try:
+            with suppress(OSError):
                 stat = file.stat()
-            except OSError:
-                continue
-            sizes.setdefault(model.origin, {})[(stat.st_dev, stat.st_ino)] = stat.st_size
+                sizes.setdefault(model.origin, {})[(stat.st_dev, stat.st_ino)] = stat.st_size
     usage = [DiskUsage(origin, counts[origin], sum(files.values())) for origin, files in sizes.items()]
     unfinished = hf_cache.partials(app_folders.hub_cache())
     if unfinished:
@@ -87,7 +85,7 @@ def du() -> list[DiskUsage]:
 def _all_files(model: LocalModel) -> list[Path]:
     files = list(model.files or (model.path,))
     if model.is_folder:
-        files = [f for _, found in folders.walk(model.path, 2) for f in found]
+        files = folders.files_below(model.path, 2)
     return [*files, model.mmproj] if model.mmproj is not None else files
 
 
@@ -149,11 +147,9 @@ def prune(found: Iterable[Waste]) -> int:
     """Remove what `waste` found; returns the bytes freed. What can't be removed is passed over."""
     freed = 0
     for item in found:
-        try:
+        with suppress(OSError):
             item.path.unlink()
-        except OSError:
-            continue
-        freed += item.size_bytes
+            freed += item.size_bytes
     return freed
 
 
@@ -208,7 +204,7 @@ def digest_file(file: Path, like: str, on_bytes: Callable[[int], None] | None = 
     """The file's sha256, or git's blob sha1 where `like` is one (40 digits). Raises OSError."""
     digest = new_digest(like, file.stat().st_size)
     with file.open("rb") as f:
-        while block := f.read(1 << 22):
+        for block in iter(lambda: f.read(1 << 22), b""):
             digest.update(block)
             if on_bytes is not None:
                 on_bytes(len(block))
@@ -247,8 +243,8 @@ def adopt(folder: Path) -> list[LocalModel]:
 
 def _nothing_in(target: Path, called: Path) -> UsageError:
     """Why a folder holds no model: what its GGUF files are."""
-    there = [f for _, files in folders.walk(target, folders.DEPTH) for f in files]
-    raw = next((whole for f in there if (whole := names.raw_part_of(f.name))), "")
+    there = folders.files_below(target)
+    raw = next(filter(None, (names.raw_part_of(f.name) for f in there)), "")
     if raw:
         return UsageError(f"{called} has {raw} in raw parts alone", hint=names.join_hint(raw))
     said = []

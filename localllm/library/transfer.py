@@ -130,7 +130,7 @@ class Fetch:
                 return
             if size:
                 with self._partial.open("rb") as f:
-                    while block := f.read(_BLOCK_BYTES):
+                    for block in iter(lambda: f.read(_BLOCK_BYTES), b""):
                         self._digest.update(block)
                         self._have += len(block)
                         self._on_bytes(self._have, "checking")

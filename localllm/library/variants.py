@@ -42,6 +42,10 @@ class Selection:
     projector: RepoFile | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in self.files)
+
+    @property
     def weights_bytes(self) -> int:
         return sum(f.size_bytes for f in self.files if f.name.lower().endswith((".gguf", ".safetensors")))
 
@@ -49,7 +53,7 @@ class Selection:
         """These files of `repo` in the catalog's terms."""
         from localllm_catalog.types import Variant
 
-        return Variant(self.format, self.quant, repo, tuple(f.name for f in self.files), self.weights_bytes)
+        return Variant(self.format, self.quant, repo, self.names, self.weights_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -142,7 +146,7 @@ def pick(
 
 def _holding(there: Sequence[Selection], file: str) -> Selection | None:
     """The selection with that file, else the one of its name in another folder."""
-    held = (s for s in there if any(f.name == file for f in s.files))
+    held = (s for s in there if file in s.names)
     called = (s for s in there if names.stem_of(s.files[0].name) == names.stem_of(file))
     return next(held, None) or next(called, None)
 
@@ -160,7 +164,7 @@ def _of_quant(there: Sequence[Selection], quant: str, listing: Listing) -> Selec
 
 def _no_model(listing: Listing, quant: str) -> DownloadError:
     """Why a repository has no model for us: what its files are, or why they were left out."""
-    raw = sorted({whole for f in listing.files if (whole := names.raw_part_of(f.name))})
+    raw = sorted({names.raw_part_of(f.name) for f in listing.files} - {""})
     if raw:
         named = next((w for w in raw if quant and names.same_quant(quant, names.quant_of(w))), raw[0])
         return DownloadError(f"{listing.repo} has {named} in raw parts alone", hint=names.join_hint(named))

@@ -26,7 +26,7 @@ def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
     else:
         slots, drafter = max(1, int(settings.value("parallel"))), DraftChoice(settings.value("draft"))
         run = RunSettings(n_ctx=0, slots=slots, n_batch=0, n_outputs=0, drafter=drafter)
-        run = offload_options(settings).over(run)
+        run = offload_options(settings).applied_to(run)
     if settings.value("context"):
         run = replace(run, n_ctx=settings.value("context"))
     kv_type = settings.value("kv_type")

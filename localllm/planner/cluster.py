@@ -133,7 +133,7 @@ def plan(
     wait_s = _way_s(hops, carried_bytes, link)
     decode = decode_over(model, variant, settings, used, link)
     prefill = prefill_over(model, variant, settings, used, link)
-    alone = _alone(model, variant, settings, devices, decode.value)
+    alone = _fastest_holding_all(model, variant, settings, devices, decode.value)
     rpc_s = RPC_S[1] * (len(used) - 1)
     placed = ClusterPlan(
         model, variant, settings, link, shares, carried_bytes, wait_s, rpc_s, decode, prefill, alone, ""
@@ -198,7 +198,7 @@ def prefill_over(
     )
 
 
-def _alone(
+def _fastest_holding_all(
     model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], than_tok_s: float
 ) -> Device | None:
     fitting = [d for d in devices if divide(model, variant, settings, [d]) is not None]

@@ -170,18 +170,9 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Seconds of one decode step, by cause: what `--explain` prints line by line."""
+    """The `seconds` of one decode step by cause: what `--explain` prints line by line."""
 
-    weights_s: float
-    routed_s: float
-    unpacked_s: float
-    routed_unpacked_s: float
-    layers_s: float
-    experts_s: float
-    recurrent_s: float
-    further_s: float
-    state_s: float
-    kv_s: float
+    seconds: Mapping[str, float]
     mixture_factor: float
     coefficients: dict[str, float]
     streamed: Streamed
@@ -190,14 +181,16 @@ class DecodeCost:
     @property
     def memory_s(self) -> float:
         """Seconds of the step that a faster memory would shorten."""
-        return (self.weights_s + self.routed_s) * self.mixture_factor + self.kv_s + self.state_s
+        s = self.seconds
+        return (s["weights"] + s["routed"]) * self.mixture_factor + s["kv"] + s["state"]
 
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
-        core = self.weights_s + self.routed_s + self.unpacked_s + self.routed_unpacked_s
-        core += self.layers_s + self.experts_s + self.recurrent_s
-        return core * self.mixture_factor + self.further_s + self.state_s + self.kv_s
+        s = self.seconds
+        core = s["weights"] + s["routed"] + s["unpacked"] + s["routed_unpacked"]
+        core += s["layers"] + s["experts"] + s["recurrent"]
+        return core * self.mixture_factor + s["further"] + s["state"] + s["kv"]
 
 
 def decode_parts(
@@ -268,17 +261,10 @@ def decode_terms(
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
         flops = n_sequences * all_attention_flops(model, depth)
         s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
+    s["unpacked"] += s["hard_unpacked"]
+    s["further"] = _further_s(model, variant, hardware, n_sequences)
     return DecodeCost(
-        weights_s=s["weights"],
-        routed_s=s["routed"],
-        unpacked_s=s["unpacked"] + s["hard_unpacked"],
-        routed_unpacked_s=s["routed_unpacked"],
-        layers_s=s["layers"],
-        experts_s=s["experts"],
-        recurrent_s=s["recurrent"],
-        further_s=_further_s(model, variant, hardware, n_sequences),
-        state_s=s["state"],
-        kv_s=s["kv"],
+        seconds=s,
         mixture_factor=c["moe"] if model.experts is not None else 1.0,
         coefficients=c,
         streamed=streamed(model, variant),

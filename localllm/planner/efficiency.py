@@ -341,7 +341,7 @@ def limit_of(device: Device) -> Limit | None:
     return _T4_LIMIT if _T4.search(name) else None
 
 
-def within(device: Device, predicted: Range) -> Range:
+def under_lasting_load(device: Device, predicted: Range) -> Range:
     """`predicted` with its lower end where a lasting load may bring it."""
     limit = limit_of(device)
     return predicted if limit is None else replace(predicted, low=min(predicted.low, predicted.value * limit.share))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from itertools import chain
 
 from localllm.device.types import Device
 from localllm.formatting import gb, mb
@@ -48,44 +49,45 @@ def _layer_lines(model: Model, plan: Plan) -> list[str]:
 
 
 def _memory_lines(plan: Plan, device: Device) -> list[str]:
-    need, settings = plan.memory, plan.settings
-    exact = "exact" if plan.variant.exact else ESTIMATED if plan.variant.is_estimate else "rounded by their listing"
-    lines = [
-        "memory",
-        f"  weights      {gb(need.weights_bytes, 3):>14}   {plan.variant.quant}, {exact}",
-        f"  KV cache     {gb(need.kv_bytes, 3):>14}   {settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences",
-        *_layer_lines(plan.model, plan),
-    ]
-    if need.recurrent_bytes:
-        lines.append(f"  state        {gb(need.recurrent_bytes, 3):>14}   float32, one per sequence")
-    how = (
-        "a step's activations, logits, buffers kept for reuse"
-        if backend_of(plan.variant).buffers == "grown"
-        else "flash attention on"
+    need, settings, variant = plan.memory, plan.settings, plan.variant
+    exact = "exact" if variant.exact else ESTIMATED if variant.is_estimate else "rounded by their listing"
+    grown = backend_of(variant).buffers == "grown"
+    how = "a step's activations, logits, buffers kept for reuse" if grown else "flash attention on"
+    gain = f", one stream {_span(plan.drafting, '× as fast')}" if plan.drafting is not None else ""
+    rows = f"{plan.model.lookup_rows} rows a token, {places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
+    cells = f"{settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences"
+    # (name, bytes, what they are): of what takes none nothing is said but of weights, KV and compute.
+    parts = (
+        ("state", need.recurrent_bytes, "float32, one per sequence"),
+        ("runtime", need.overhead_bytes, f"{device.accelerator} context and prefix cache"),
+        ("draft", need.draft_bytes, f"{_drafter(plan)}{gain}"),
+        ("projector", need.projector_bytes, "reads images, buffers for a large one included"),
+        ("host memory", need.host_bytes, "beside it, in system memory"),
+        ("on the disk", need.disk_bytes, f"tables: {rows}"),
     )
-    lines.append(f"  compute      {gb(need.compute_bytes, 3):>14}   micro-batch {plan.settings.n_batch:,}, {how}")
-    if need.overhead_bytes:
-        lines.append(f"  runtime      {gb(need.overhead_bytes, 3):>14}   {device.accelerator} context and prefix cache")
-    if need.draft_bytes:
-        gain = f", one stream {_span(plan.drafting, '× as fast')}" if plan.drafting is not None else ""
-        lines.append(f"  draft        {gb(need.draft_bytes, 3):>14}   {_drafter(plan)}{gain}")
-    if need.projector_bytes:
-        lines.append(
-            f"  projector    {gb(need.projector_bytes, 3):>14}   reads images, buffers for a large one included"
-        )
-    total, limit = need.total_bytes, need.limit_bytes
-    lines.append(f"  total        {gb(total, 3):>14}   of {gb(limit, 3)} usable: {plan.fits}")
-    if plan.fits == "tight":
-        lines.append(f"  {'':12} {'':>14}   tight: {TIGHT_MEANS}")
-    if need.host_bytes:
-        lines.append(f"  host memory  {gb(need.host_bytes, 3):>14}   beside it, in system memory")
-    if need.disk_bytes:
-        rows = f"{plan.model.lookup_rows} rows a token, {places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
-        lines.append(f"  on the disk  {gb(need.disk_bytes, 3):>14}   tables: {rows}")
-    lines += _place_lines(plan, device)
-    if plan.kv_bytes_per_1k:
-        lines.append(f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}")
-    return lines
+    said = {name: [_part(name, n_bytes, what)] for name, n_bytes, what in parts if n_bytes}
+    tight = [f"  {'':12} {'':>14}   tight: {TIGHT_MEANS}"] if plan.fits == "tight" else []
+    further = (
+        [f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}"] if plan.kv_bytes_per_1k else []
+    )
+    return [
+        "memory",
+        _part("weights", need.weights_bytes, f"{variant.quant}, {exact}"),
+        _part("KV cache", need.kv_bytes, cells),
+        *_layer_lines(plan.model, plan),
+        *said.get("state", ()),
+        _part("compute", need.compute_bytes, f"micro-batch {settings.n_batch:,}, {how}"),
+        *chain.from_iterable(said.get(name, ()) for name in ("runtime", "draft", "projector")),
+        _part("total", need.total_bytes, f"of {gb(need.limit_bytes, 3)} usable: {plan.fits}"),
+        *tight,
+        *chain.from_iterable(said.get(name, ()) for name in ("host memory", "on the disk")),
+        *_place_lines(plan, device),
+        *further,
+    ]
+
+
+def _part(name: str, n_bytes: int, what: str) -> str:
+    return f"  {name:<12} {gb(n_bytes, 3):>14}   {what}"
 
 
 def _place_lines(plan: Plan, device: Device) -> list[str]:
@@ -146,25 +148,33 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         "decode, one token",
         f"  reads        {parts.total_bytes / 1e9:>10.3f} GB   weights; memory delivers {bandwidth:,.0f} GB/s ({basis})",
         f"  bound        {bandwidth * 1e9 / parts.total_bytes:>10.1f} tok/s   bandwidth ÷ bytes",
-        f"  always       {_ms(terms.weights_s):>13}   {parts.dense_bytes / 1e9:.3f} GB at {eta:.0%} of the bandwidth",
+        f"  always       {_ms(terms.seconds['weights']):>13}   {parts.dense_bytes / 1e9:.3f} GB at {eta:.0%} of the bandwidth",
     ]
     if parts.routed_bytes and plan.model.experts is not None:
         x = plan.model.experts
         lines.append(
-            f"  experts      {_ms(terms.routed_s):>13}   {parts.routed_bytes / 1e9:.3f} GB: {x.n_active} of {x.n_experts}"
+            f"  experts      {_ms(terms.seconds['routed']):>13}   {parts.routed_bytes / 1e9:.3f} GB: {x.n_active} of {x.n_experts}"
         )
-    unpacked_s, wait_us = terms.unpacked_s + terms.routed_unpacked_s, decode_cost.launch_factor(c, hardware) * 1e6
+    unpacked_s, wait_us = (
+        terms.seconds["unpacked"] + terms.seconds["routed_unpacked"],
+        decode_cost.launch_factor(c, hardware) * 1e6,
+    )
     if unpacked_s:
         n_params = parts.dense_params + parts.routed_params
         lines.append(
             f"  unpacking    {_ms(unpacked_s):>13}   {n_params / 1e9:.3g} billion weights, to what is multiplied"
         )
-    lines.append(f"  layers       {_ms(terms.layers_s):>13}   {layers} × {c['layer_s'] * wait_us:.0f} µs of launches")
+    lines.append(
+        f"  layers       {_ms(terms.seconds['layers']):>13}   {layers} × {c['layer_s'] * wait_us:.0f} µs of launches"
+    )
     if experts:
-        lines.append(f"  routing      {_ms(terms.experts_s):>13}   {experts} × {c['expert_layer_s'] * wait_us:.0f} µs")
-    if recurrent:
         lines.append(
-            f"  recurrent    {_ms(terms.recurrent_s + terms.state_s):>13}   {recurrent} × {c['recurrent_layer_s'] * wait_us:.0f} µs, "
+            f"  routing      {_ms(terms.seconds['experts']):>13}   {experts} × {c['expert_layer_s'] * wait_us:.0f} µs"
+        )
+    if recurrent:
+        recurrent_s = terms.seconds["recurrent"] + terms.seconds["state"]
+        lines.append(
+            f"  recurrent    {_ms(recurrent_s):>13}   {recurrent} × {c['recurrent_layer_s'] * wait_us:.0f} µs, "
             f"and {decode_cost.state_traffic_bytes(plan.model) / 1e6:.0f} MB of states"
         )
     work = ", and its arithmetic" if hardware.engine == "cpu" and hardware.n_cpu_cores else ""
@@ -180,7 +190,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         return lines
     lines += [
         f"  empty        {_ms(terms.total_s):>13}   {_span(plan.decode_tok_s, 'tok/s')}",
-        f"  KV read      {_ms(full.kv_s):>13}   {full.kv_read_bytes / 1e9:.2f} GB with the context full{work}",
+        f"  KV read      {_ms(full.seconds['kv']):>13}   {full.kv_read_bytes / 1e9:.2f} GB with the context full{work}",
         f"  full         {_ms(full.total_s):>13}   {_span(plan.decode_tok_s_full, 'tok/s')}",
     ]
     return lines
@@ -207,13 +217,21 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
     rate = f"{'' if basis == 'measured' else 'nominal '}{tflops:.{1 if tflops >= 1 else 3}f} TFLOP/s ({basis})"
     lines = [
         "prompt, per token of 2,048",
-        f"  matrices     {terms.matmul_s * 1e6:>10.1f} µs   {flops / 1e9:.1f} GFLOP; {rate}",
-        f"  attention    {terms.attention_s * 1e6:>10.1f} µs   {terms.attention_flops / 1e9:.2f} GFLOP on average",
-        *([f"  recurrent    {terms.scan_s * 1e6:>10.1f} µs   states taken forward"] if terms.scan_s else []),
-        f"  activations  {terms.activations_s * 1e6:>10.1f} µs   {activation_bytes / 1e6:.1f} MB between the matrices",
-        f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {min(plan.settings.n_batch, 2048):,} tokens",
-        f"  launches     {terms.layers_s * 1e6:>10.1f} µs",
-        *([f"  mask         {terms.mask_s * 1e6:>10.1f} µs   written by the processor"] if terms.mask_s else []),
+        f"  matrices     {terms.seconds['matmul'] * 1e6:>10.1f} µs   {flops / 1e9:.1f} GFLOP; {rate}",
+        f"  attention    {terms.seconds['attention'] * 1e6:>10.1f} µs   {terms.attention_flops / 1e9:.2f} GFLOP on average",
+        *(
+            [f"  recurrent    {terms.seconds['scan'] * 1e6:>10.1f} µs   states taken forward"]
+            if terms.seconds["scan"]
+            else []
+        ),
+        f"  activations  {terms.seconds['activations'] * 1e6:>10.1f} µs   {activation_bytes / 1e6:.1f} MB between the matrices",
+        f"  weights      {terms.seconds['weights'] * 1e6:>10.1f} µs   read once per {min(plan.settings.n_batch, 2048):,} tokens",
+        f"  launches     {terms.seconds['layers'] * 1e6:>10.1f} µs",
+        *(
+            [f"  mask         {terms.seconds['mask'] * 1e6:>10.1f} µs   written by the processor"]
+            if terms.seconds["mask"]
+            else []
+        ),
         *_beside_line(plan, device, terms.total_s),
         *_layout_line(plan, device),
         f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
@@ -255,7 +273,7 @@ def explain(plan: Plan, device: Device, *, columns: int = 80) -> list[str]:
     ]
     if plan.reasons:
         lines += ["further", *(f"  {reason}" for reason in plan.reasons)]
-    return [part for line in lines for part in _folded(line, columns)]
+    return list(chain.from_iterable(_folded(line, columns) for line in lines))
 
 
 def _folded(line: str, columns: int) -> list[str]:

@@ -51,7 +51,7 @@ class Learnt:
 
     def seconds(self, parts: Parts) -> float:
         """How long a step of `parts` takes here."""
-        return sum(p * math.exp(log) for p, log in zip(parts, self.logs, strict=True))
+        return _total(parts, self.logs)
 
     def uncertainty(self, parts: Parts) -> float:
         """Standard deviation of ln `seconds`, as far as the factors are its cause."""
@@ -62,7 +62,9 @@ class Learnt:
 def learn(observations: Sequence[Observation], prior: Prior) -> Learnt:
     """The most plausible factors given `observations` (none: the table as it is, as unsure as `prior`)."""
     logs: Parts = (0.0, 0.0, 0.0)
-    start = _covariance(prior)
+    c = prior.common**2
+    a, b, d = (own**2 for own in prior.own)
+    start = (c + a, c, c), (c, c + b, c), (c, c, c + d)
     covariance = start
     for _ in range(_PASSES):
         around, estimate, covariance = logs, (0.0, 0.0, 0.0), start
@@ -76,12 +78,6 @@ def learn(observations: Sequence[Observation], prior: Prior) -> Learnt:
             covariance = _narrowed(covariance, towards, scale)
         logs = _plus(around, _bounded(_minus(estimate, around)), 1.0)
     return Learnt(logs, covariance)
-
-
-def _covariance(prior: Prior) -> tuple[Parts, Parts, Parts]:
-    c = prior.common**2
-    a, b, d = (own**2 for own in prior.own)
-    return (c + a, c, c), (c, c + b, c), (c, c, c + d)
 
 
 def _total(parts: Parts, logs: Parts) -> float:

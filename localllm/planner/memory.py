@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
@@ -69,14 +70,12 @@ def _kv_widths(layer: Layer) -> tuple[int, int]:
 
 def layer_kv_bytes(model: Model, settings: RunSettings) -> list[int]:
     """Bytes of each layer's KV, in the order of the layers."""
-    type_k, type_v = settings.kv_type_k, settings.kv_type_v
     of_kind: dict[int, int] = {}  # by identity: equal layers of a model are mostly one object, and hashing takes longer
     found = []
     for layer in model.layers:
         n_bytes = of_kind.get(id(layer))
         if n_bytes is None:
-            cells, (width_k, width_v) = kv_cells(layer, settings), _kv_widths(layer)
-            n_bytes = of_kind[id(layer)] = _exactly(cells * width_k, type_k, cells * width_v, type_v)
+            n_bytes = of_kind[id(layer)] = _kv_bytes_of(layer, settings)
         found.append(n_bytes)
     return found
 
@@ -89,20 +88,15 @@ def layer_state_bytes(model: Model, settings: RunSettings) -> list[int]:
 
 def kv_bytes(model: Model, settings: RunSettings) -> int:
     """Bytes of llama.cpp's KV cache, exactly: Σ layers cells × (width_k × bytes_k + width_v × bytes_v)."""
-    elements_k = elements_v = 0
-    for layer, count in facts(model).groups:
-        width_k, width_v = _kv_widths(layer)
-        cells = count * kv_cells(layer, settings)
-        elements_k += cells * width_k
-        elements_v += cells * width_v
-    return _exactly(elements_k, settings.kv_type_k, elements_v, settings.kv_type_v)
+    return sum(count * _kv_bytes_of(layer, settings) for layer, count in facts(model).groups)
 
 
-def _exactly(elements_k: int, kv_type_k: str, elements_v: int, kv_type_v: str) -> int:
-    """Bytes of so many elements of two types, in whole numbers: fractions cost ten times as long."""
-    k, v = quants.kv_element_bytes(kv_type_k), quants.kv_element_bytes(kv_type_v)
-    both = elements_k * k.numerator * v.denominator + elements_v * v.numerator * k.denominator
-    return both // (k.denominator * v.denominator)
+def _kv_bytes_of(layer: Layer, settings: RunSettings) -> int:
+    """Bytes of one layer's KV, in whole numbers: fractions cost ten times as long. (Cells come in whole blocks of every type.)"""
+    cells, (width_k, width_v) = kv_cells(layer, settings), _kv_widths(layer)
+    k, v = quants.kv_element_bytes(settings.kv_type_k), quants.kv_element_bytes(settings.kv_type_v)
+    both = width_k * k.numerator * v.denominator + width_v * v.numerator * k.denominator
+    return cells * both // (k.denominator * v.denominator)
 
 
 def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
@@ -120,7 +114,8 @@ def kv_type_allowed(model: Model, kv_type: str, backend: Declaration = registry.
         return True
     if "/" in kv_type:
         return all(kv_type_allowed(model, part, backend) for part in kv_type.split("/"))
-    return all(width % 32 == 0 for layer, _ in facts(model).groups for width in _kv_widths(layer))
+    widths = chain.from_iterable(_kv_widths(layer) for layer, _ in facts(model).groups)
+    return all(width % 32 == 0 for width in widths)
 
 
 def recurrent_bytes(model: Model, settings: RunSettings) -> int:
@@ -437,7 +432,8 @@ def _mlx_group(model: Model) -> int:
             widths |= {layer.mla_rank, layer.mla_rope_dim}
         elif layer.kind == "full" and not layer.shares_kv:
             widths |= {layer.head_dim_k, layer.head_dim_v}
-    return next((g for g in _MLX_GROUPS if widths and all(w % g == 0 for w in widths)), 0)
+    common = math.gcd(*widths)
+    return next((group for group in _MLX_GROUPS if common and common % group == 0), 0)
 
 
 def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:

@@ -7,9 +7,9 @@ what a pattern names: the routed experts of the first ones. KV and recurrent sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from localllm.device import cards
 from localllm.device.types import Device
@@ -193,8 +193,8 @@ def weights_of_cards(
 
 
 def _bytes_of(device_layers: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    rest: Iterator[int] = iter(device_layers)
-    return tuple(sum(next(rest) for _ in range(count)) for count in counts)
+    ends = [0, *accumulate(counts)]
+    return tuple(sum(device_layers[start:end]) for start, end in pairwise(ends))
 
 
 # --- shares, for the speed ------------------------------------------------------------------------------------------

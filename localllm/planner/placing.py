@@ -40,7 +40,7 @@ class OffloadOptions:
         """True where layers and experts may go anywhere."""
         return self.gpu_layers is None and self.experts_on_host is None
 
-    def over(self, settings: RunSettings) -> RunSettings:
+    def applied_to(self, settings: RunSettings) -> RunSettings:
         """`settings` with what is insisted on."""
         if self == FREE:
             return settings
@@ -128,12 +128,13 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
         alike.setdefault(kind, []).append(card)
     groups = list(alike.values())
     if math.prod(len(group) + 1 for group in groups) <= _MOST_CHOICES:
-        taken = itertools.product(*(range(len(group) + 1) for group in groups))
-        found = [[c for group, n in zip(groups, counts, strict=True) for c in group[:n]] for counts in taken]
+        taken = itertools.product(*([group[:n] for n in range(len(group) + 1)] for group in groups))
+        found = [list(itertools.chain.from_iterable(parts)) for parts in taken]
     else:
         fastest = sorted(device.cards, key=lambda c: -(c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0))
         found = [[group[0]] for group in groups] + [fastest[:n] for n in range(2, len(fastest) + 1)]
-    numbers = {tuple(sorted(c.number for c in chosen)) for chosen in found if 0 < len(chosen) < len(device.cards)}
+    some = (chosen for chosen in found if 0 < len(chosen) < len(device.cards))
+    numbers = {tuple(sorted(card.number for card in chosen)) for chosen in some}
     return (*sorted(numbers, key=lambda chosen: (len(chosen), chosen)), ())
 
 
@@ -143,7 +144,7 @@ def best_split(
     """`settings` placed over `device` and its host so that they fit and decode fastest with the context half full; None
     where nothing fits."""
     used = places.used(device, settings.placement)
-    found = _Search(used, model, variant, offload.over(settings), offload).candidates()
+    found = _Search(used, model, variant, offload.applied_to(settings), offload).candidates()
     return fastest(device, model, variant, found, depth=settings.n_ctx // 2)
 
 

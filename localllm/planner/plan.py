@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
@@ -40,7 +40,6 @@ from localllm.planner.types import (
     DraftChoice,
     MemoryNeed,
     Plan,
-    Range,
     RunSettings,
     Workload,
     backend_of,
@@ -118,18 +117,13 @@ def settings_for(
         n_rewind=memory.rewind_for(model, drafter) if backend_of(variant).snapshots else 0,
         drafter=drafter,
         placement=Placement(
-            tables="disk" if _has_tables(model, variant) else USUAL.placement.tables,
+            tables="disk" if places.disk_bytes(model, variant, USUAL) else USUAL.placement.tables,
             weights="read" if KINDS[device.accelerator].reads_weights and backend_of(variant).splits else "auto",
             layout=kernels.layout(device, model, variant, workload),
         ),
         projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
         scores_at_once=backend_of(variant).scores_at_once,
     )
-
-
-def _has_tables(model: Model, variant: Variant) -> bool:
-    """True where the files hold tables that are better left on the disk."""
-    return places.disk_bytes(model, variant, USUAL) > 0
 
 
 def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
@@ -208,7 +202,7 @@ def plan_for(
     wanted, kv_types = settings_for(device, model, variant, workload, overrides), run.kv_types()
     plan = run.best(wanted, kv_types)
     if plan is None:
-        tried = overrides.offload.over(wanted.with_kv_type(kv_types[0]))
+        tried = overrides.offload.applied_to(wanted.with_kv_type(kv_types[0]))
         plan = run.planned((tried, memory.need(model, variant, tried, device), "no"))
     return plan if rough else run.finished(plan)
 
@@ -287,7 +281,7 @@ class _Run:
             if best is not None and most_rank <= rank(best, best.score):
                 continue
             way = top.settings.with_kv_type(kv_type)
-            settled = self.whole(way) if is_whole else self.divided(way)
+            settled = self.on_cards(way) if is_whole else self.divided(way)
             if settled is None or settled[2] == "no":
                 continue
             alike = is_whole and settled[0].placement == top.settings.placement
@@ -295,10 +289,10 @@ class _Run:
             best = max(best or plan, self.read(plan), key=lambda p: rank(p, p.score))
         return best
 
-    def whole(self, settings: RunSettings) -> _Settled:
+    def on_cards(self, settings: RunSettings) -> _Settled:
         """`settings` whole on their cards, and whether they fit there."""
         used = places.used(self.device, settings.placement)
-        tried = placing.over_cards(used, self.model, self.variant, self.overrides.offload.over(settings))
+        tried = placing.over_cards(used, self.model, self.variant, self.overrides.offload.applied_to(settings))
         need = memory.need(self.model, self.variant, tried, used)
         return tried, need, verdict(used, need, split=tried.placement.is_split and self.device.kind == "discrete")
 
@@ -413,7 +407,7 @@ class _Run:
         plan = plan if drafted is None else replace(plan, drafting=drafted)
         return replace(plan, score=score(plan, self.purpose))
 
-    def speeds(self, settings: RunSettings, *, rough: bool) -> _Speeds:
+    def speeds(self, settings: RunSettings, *, rough: bool) -> dict[str, Any]:
         """Decode with the context empty and full, prefill, and the wait for the first token with and without a cache."""
         run, measured = (self.device, self.model, self.variant, settings), self.overrides.measured
         decode = speed.decode(*run, measured=measured)
@@ -432,27 +426,14 @@ class _Run:
         }
 
 
-class _Speeds(TypedDict):
-    decode_tok_s: Range
-    decode_tok_s_full: Range
-    prefill_tok_s: Range
-    ttft_s: Range
-    ttft_cached_s: Range | None
-
-
 def _pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettings:
     """`settings` with weights that are read where CUDA has part of them in system memory and that is free: llama.cpp then keeps them
     in pinned buffers, which prompts' steps are copied to the card from faster than from a mapped file (it says so itself,
     src/llama-model-loader.cpp; where the driver pins no more it takes ordinary memory)."""
-    usual = settings.placement.weights == USUAL.placement.weights
-    if (
-        not KINDS[device.accelerator].pins_host_weights
-        or device.host is None
-        or not usual
-        or need.host_bytes > device.host.available_bytes
-    ):
+    if not KINDS[device.accelerator].pins_host_weights or settings.placement.weights != USUAL.placement.weights:
         return settings
-    return settings.placed(weights="read")
+    has_room = device.host is not None and need.host_bytes <= device.host.available_bytes
+    return settings.placed(weights="read") if has_room else settings
 
 
 MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)

@@ -13,6 +13,7 @@ Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from localllm.planner import efficiency, kernels
@@ -57,24 +58,15 @@ def _layer_elements(model: Model, layer: Layer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTerms:
-    """Seconds one prompt token costs, by cause; `attention_flops`: its arithmetic in attention."""
+    """The `seconds` one prompt token costs by cause; `attention_flops`: its arithmetic in attention."""
 
-    matmul_s: float
-    attention_s: float
-    scan_s: float
-    activations_s: float
-    weights_s: float
-    layers_s: float
-    mask_s: float
+    seconds: Mapping[str, float]
     attention_flops: float
 
     @property
     def total_s(self) -> float:
         """Seconds per token."""
-        return (
-            self.matmul_s + self.attention_s + self.scan_s + self.activations_s
-            + self.weights_s + self.layers_s + self.mask_s
-        )  # fmt: skip
+        return sum(self.seconds.values())
 
 
 def prefill_parts(
@@ -142,14 +134,10 @@ def prefill_terms(
     # Weights are read while the matrices before them are multiplied, so they may add less than the memory needs for them
     # (η above 1); but no step is over before all of them were delivered.
     s["weights"] = max(s["weights"], parts["weights"].value / PEAK_SHARE - (sum(s.values()) - s["weights"]))
+    s["matmul"] += s.pop("padding")
+    s["layers"] += s.pop("experts") + s.pop("recurrent")
     return PrefillTerms(
-        matmul_s=s["matmul"] + s["padding"],
-        attention_s=s["attention"],
-        scan_s=s["scan"],
-        activations_s=s["activations"],
-        weights_s=s["weights"],
-        layers_s=s["layers"] + s["experts"] + s["recurrent"],
-        mask_s=s["mask"],
+        seconds=s,
         attention_flops=parts["attention"].value * hardware.tflops * 1e12,
     )
 

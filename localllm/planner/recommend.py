@@ -151,34 +151,21 @@ def detailed_plan(
     """`plan` with its longest context, and further reasons: the cliff, how the other engine would do, and a draft model
     where one would pay."""
     longest = max_context(device, plan)
-    reasons = [f"up to {longest:,} tokens of context fit; each further 1,024 cost {mb(plan.kv_bytes_per_1k)}"]
-    kept = why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value)
-    if kept is not None:
-        reasons.append(kept)
-    limit = efficiency.limit_of(device)
-    if limit is not None and "measured" not in plan.decode_tok_s.basis:
-        reasons.append(limit.why)
-    thinks = needs.sentence(plan, needs.need_of(workload))
-    if thinks is not None:
-        reasons.append(thinks)
+    limit = efficiency.limit_of(device) if "measured" not in plan.decode_tok_s.basis else None
     other = _other_engine(device, plan, workload, overrides)
-    if other is not None:
-        reasons.append(picks.compare(device, plan, other))
-    kernels = _other_kernels(device, plan)
-    if kernels is not None:
-        reasons.append(kernels)
-    draft = _draft_for(device, plan, models)
-    if draft is not None:
-        name, gain, extra = draft
-        assumed = f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
-        reasons.append(f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {gb(extra)} more")
-    drafts = (
+    reasons = (
+        f"up to {longest:,} tokens of context fit; each further 1,024 cost {mb(plan.kv_bytes_per_1k)}",
+        why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value),
+        limit.why if limit is not None else None,
+        needs.sentence(plan, needs.need_of(workload)),
+        picks.compare(device, plan, other) if other is not None else None,
+        _other_kernels(device, plan),
+        _draft_sentence(device, plan, models),
         drafting.heads_sentence(device, plan),
         drafting.edit_sentence(device, plan),
         drafting.companions_sentence(plan),
     )
-    reasons += [sentence for sentence in drafts if sentence is not None]
-    return replace(plan, max_ctx=longest, reasons=tuple(reasons))
+    return replace(plan, max_ctx=longest, reasons=tuple(filter(None, reasons)))
 
 
 def _other_engine(device: Device, plan: Plan, workload: Workload, overrides: Overrides) -> Plan | None:
@@ -217,8 +204,8 @@ def _other_kernels(device: Device, plan: Plan) -> str | None:
 _DRAFT_PAYS = 1.25
 
 
-def _draft_for(device: Device, plan: Plan, models: Sequence[Model]) -> tuple[str, float, int] | None:
-    """(id, speed-up, bytes) of the listed draft model that pays most and still fits; None where none does."""
+def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str | None:
+    """What the listed draft model that pays most and still fits would bring; None where none does."""
     known = {m.id: m for m in models}
     found: list[tuple[float, str, int]] = []
     for name in plan.model.drafts:
@@ -233,7 +220,8 @@ def _draft_for(device: Device, plan: Plan, models: Sequence[Model]) -> tuple[str
     if not found:
         return None
     gain, name, extra = max(found)
-    return name, gain, extra
+    assumed = f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
+    return f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {gb(extra)} more"
 
 
 def _best_of(
@@ -251,13 +239,7 @@ def _best_of(
         return Rejected(model, smallest, reason, "context")
     fitting: list[Plan] = []
     fast: list[Plan] = []
-    by_class: dict[tuple[bool, bool], list[Variant]] = {}
-    for variant in _small_enough(device, model, variants):
-        by_class.setdefault((not _is_sound(model, variant), variant.is_estimate), []).append(variant)
-    # Listed files before constructed ones; a poor one where no sound one fits, or is fast enough.
-    for _, group in sorted(by_class.items()):
-        # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for nothing.
-        group = [v for v in group if quality.bits(model, v) < _SIXTEEN_BITS] or group
+    for group in _by_class(model, _small_enough(device, model, variants)):
         plans = [plan_for(device, model, v, workload, overrides=overrides, rough=True) for v in group]
         plans = [p for p in plans if p.fits != "no"]
         fitting = fitting or plans
@@ -273,6 +255,18 @@ def _best_of(
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
     best, chosen = _best_file(fast, need)
     return replace(finished(device, chosen, workload, overrides), score=best.score)
+
+
+def _by_class(model: Model, variants: Sequence[Variant]) -> list[list[Variant]]:
+    """Listed files before constructed ones; poor ones behind, for where no sound one fits, or is fast enough."""
+    classes: dict[tuple[bool, bool], list[Variant]] = {}
+    for variant in variants:
+        classes.setdefault((not _is_sound(model, variant), variant.is_estimate), []).append(variant)
+    # Eight bits lose nothing that anybody has measured: sixteen are twice the memory for nothing.
+    return [
+        [v for v in classes[kind] if quality.bits(model, v) < _SIXTEEN_BITS] or classes[kind]
+        for kind in sorted(classes)
+    ]
 
 
 def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:

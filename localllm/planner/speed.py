@@ -121,7 +121,7 @@ def decode(
     backend = backend_of(variant).name
     here = [m for m in measured if m.backend == backend and m.decoded]
     if not here:
-        return efficiency.within(device, _range(1 / step.total_s, step.spread, step.basis))
+        return efficiency.under_lasting_load(device, _range(1 / step.total_s, step.spread, step.basis))
     seconds, spread, names = _as_measured(device, model, variant, step, here)
     return _range(1 / seconds, spread, f"measured {here[0].where}: {names}")
 
@@ -152,7 +152,11 @@ def _step(
     device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     here = _over_cards(device, model, variant, settings, depth, n_sequences)
-    weights_s, fixed_s, attention_s = here.memory_s - here.kv_s, here.total_s - here.memory_s, here.kv_s
+    weights_s, fixed_s, attention_s = (
+        here.memory_s - here.seconds["kv"],
+        here.total_s - here.memory_s,
+        here.seconds["kv"],
+    )
     apart_s = n_sequences * places.token_s(model, variant, settings) + (device.n_gpus - 1) * CROSSING_S
     fixed_s += apart_s
     basis, spread = _basis("decode", machine, model, variant, settings, depth=depth, n_cards=device.n_gpus)
@@ -162,11 +166,11 @@ def _step(
         spread = max(spread, ranges.width(efficiency.load()["batched"].width, ()) / _Z)
         row_s = machine.timed_row_s(model, variant, n_sequences)
         if row_s is None:
-            row_s = prefill_cost.prefill_terms(model, variant, machine).matmul_s
+            row_s = prefill_cost.prefill_terms(model, variant, machine).seconds["matmul"]
         fixed_s = max(fixed_s, n_sequences * row_s - weights_s - attention_s)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
-        return _Step(weights_s, fixed_s, attention_s, spread, basis, here.routed_s * here.mixture_factor)
+        return _Step(weights_s, fixed_s, attention_s, spread, basis, here.seconds["routed"] * here.mixture_factor)
     host = _host(device)
     there = decode_cost.decode_terms(
         model, variant, host, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
@@ -179,11 +183,11 @@ def _step(
         + share.crossings * CROSSING_S
         + n_copied
         + apart_s,
-        here.kv_s * share.kv + there.kv_s * (1 - share.kv),
+        here.seconds["kv"] * share.kv + there.seconds["kv"] * (1 - share.kv),
         max(spread, _SPLIT_SPREAD),
         f"{basis}; system memory {host.bandwidth_gbps:.0f} GB/s ({_host_basis(device)})",
-        here.routed_s * here.mixture_factor * share.experts
-        + there.routed_s * there.mixture_factor * (1 - share.experts),
+        here.seconds["routed"] * here.mixture_factor * share.experts
+        + there.seconds["routed"] * there.mixture_factor * (1 - share.experts),
     )
 
 
@@ -199,24 +203,27 @@ def _over_cards(
     ]  # fmt: skip
     if len(found) == 1:
         return found[0][1]
-    core = ("weights_s", "routed_s", "unpacked_s", "routed_unpacked_s", "layers_s", "experts_s", "recurrent_s")
-    sums = {name: sum(share * getattr(t, name) * t.mixture_factor for share, t in found) for name in core}
-    sums |= {name: sum(share * getattr(t, name) for share, t in found) for name in ("further_s", "state_s", "kv_s")}
-    return replace(max(found, key=lambda pair: pair[0])[1], mixture_factor=1.0, **sums)
+    # What the mixture's factor is not for.
+    plain = ("further", "state", "kv")
+    sums = {
+        name: sum(share * t.seconds[name] * (1.0 if name in plain else t.mixture_factor) for share, t in found)
+        for name in found[0][1].seconds
+    }
+    return replace(max(found, key=lambda pair: pair[0])[1], mixture_factor=1.0, seconds=sums)
 
 
 def _divided_weights(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
     """Seconds of reading the share of the weights that lies there, and the states of the layers computed there."""
-    weights = (terms.weights_s * share.dense + terms.routed_s * share.experts) * terms.mixture_factor
-    return weights + terms.state_s * share.layers
+    weights = (terms.seconds["weights"] * share.dense + terms.seconds["routed"] * share.experts) * terms.mixture_factor
+    return weights + terms.seconds["state"] * share.layers
 
 
 def _divided_fixed(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
     """Seconds of launches, routing, unpacking and further sequences of the layers that are computed there."""
-    layers = (terms.layers_s + terms.recurrent_s) * share.layers
-    unpacked = terms.unpacked_s * share.dense + terms.routed_unpacked_s * share.experts
-    core = (layers + unpacked + terms.experts_s * share.experts) * terms.mixture_factor
-    return core + terms.further_s * share.layers
+    layers = (terms.seconds["layers"] + terms.seconds["recurrent"]) * share.layers
+    unpacked = terms.seconds["unpacked"] * share.dense + terms.seconds["routed_unpacked"] * share.experts
+    core = (layers + unpacked + terms.seconds["experts"] * share.experts) * terms.mixture_factor
+    return core + terms.seconds["further"] * share.layers
 
 
 def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_cost.Hardware:
@@ -308,7 +315,7 @@ def prefill(
             "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
         )
     predicted = _range(1 / seconds, spread, basis)
-    return predicted if used else efficiency.within(device, predicted)
+    return predicted if used else efficiency.under_lasting_load(device, predicted)
 
 
 def _prompt_seconds(

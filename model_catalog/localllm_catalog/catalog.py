@@ -45,7 +45,8 @@ class Catalog:
             repos = (model.hf_repo, *(variant.repo for variant in model.variants))
             for name in (model.id, model.name, *repos):
                 known.setdefault(bare(name), model)
-        return next((known[key] for name in names if (key := bare(name)) and key in known), None)
+        known.pop("", None)
+        return next((known[key] for key in map(bare, names) if key in known), None)
 
     def suggest(self, name: str, limit: int = 3) -> list[str]:
         """Ids a person who typed `name` may have meant, best first; empty if nothing is near."""

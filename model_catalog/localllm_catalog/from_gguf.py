@@ -85,7 +85,8 @@ class _Facts:
             raise BadHeaderError(
                 "this GGUF does not say what model it is (general.architecture)", "get another file of it"
             )
-        if foreign := _ollamas_own(header):
+        foreign = _ollamas_own(header)
+        if foreign:
             raise BadHeaderError(
                 f"this file is in Ollama's own layout ({foreign}), which llama.cpp does not read", _NOT_OURS
             )
@@ -175,12 +176,13 @@ class _Facts:
     def state_elements(self) -> int:
         """float32 elements one recurrent layer holds per sequence (llama-hparams.cpp, n_embd_r + n_embd_s)."""
         heads = max(self.heads, default=0)
-        if wkv := self.number("wkv.head_size", 0):
+        wkv, cached = self.number("wkv.head_size", 0), self.number("shortconv.l_cache", 0)
+        if wkv:
             return self.hidden * (self.number("token_shift_count", 2) + wkv)
-        if cached := self.number("shortconv.l_cache", 0):
+        if cached:
             return self.hidden * (cached - 1)
-        conv = self.number("ssm.conv_kernel", 0)
-        if kda := self.number("kda.head_dim", 0):
+        conv, kda = self.number("ssm.conv_kernel", 0), self.number("kda.head_dim", 0)
+        if kda:
             return 3 * ((conv or 4) - 1) * heads * kda + kda * kda * heads
         if self.arch == "minimax-01":
             return self.head_dim_k * self.head_dim_k * heads
@@ -471,7 +473,7 @@ def _model(
         lookup_params=lookup,
         lookup_rows=facts.lookup_rows(),
         residual_streams=facts.number("hyper_connection.count", 1, minimum=1, maximum=64),
-        ffn_matrices=3 if any("ffn_gate" in name for block in blocks for name in block.tensors) else 2,
+        ffn_matrices=3 if any(".ffn_gate" in tensor.name for tensor in header.tensors) else 2,
         attention_gate=query is not None and len(query.shape) == 2 and query.shape[1] == 2 * plain_width,
         q_rank=facts.number("attention.q_lora_rank", 0),
         shape_warning=""

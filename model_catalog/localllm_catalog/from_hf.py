@@ -399,7 +399,8 @@ def quant_of(config: Mapping[str, Any]) -> str:
     section = _quantization(config)
     if section is None:
         return "bf16"
-    if foreign := foreign_format(config):
+    foreign = foreign_format(config)
+    if foreign:
         raise BadHeaderError(
             f"its weights are in {foreign}, which MLX does not run",
             "take an MLX conversion of the model (mlx-community has many), or a GGUF file of it",

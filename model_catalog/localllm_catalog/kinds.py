@@ -205,7 +205,8 @@ def own_projectors(model: str, models: Sequence[str], projectors: Sequence[str],
     kinds = {model_words(name) for name in models} if projectors else set()
     if len(kinds) == 1:
         # One word ("p2", "vision") may be anything; several are a model's name.
-        return [p for p in projectors if one_repo or len(words := projector_words(p)) < 2 or _named(words, kinds)]
+        spoken = {name: projector_words(name) for name in projectors}
+        return [p for p, words in spoken.items() if one_repo or len(words) < 2 or _named(words, kinds)]
     mine = []
     for name in projectors:
         words = projector_words(name)
@@ -219,8 +220,8 @@ def _named(words: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[st
     name before it does not count)."""
     spelled = [words, words[1:]] if len(words) > 1 else [words]
     for said in spelled:
-        if exact := {m for m in models if m == said}:
-            return exact
+        if said in models:
+            return {said}
     for said in spelled:
         begun = {m for m in models if m[: len(said)] == said or said[: len(m)] == m}
         if len(begun) == 1:

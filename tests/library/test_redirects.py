@@ -164,7 +164,7 @@ def test_the_token_follows_the_list_of_files_to_no_other_host(
 def test_the_rule_leaves_the_borrowed_client_as_it_was() -> None:
     with httpx.Client() as client:
         rule = RedirectRule("https://hub.example")
-        with pytest.raises(DownloadError), rule.over(client):
+        with pytest.raises(DownloadError), rule.guard(client):
             client.get("http://hub.example/")
         assert client.event_hooks["request"] == []
 
@@ -176,7 +176,7 @@ def test_the_client_of_an_older_huggingface_hub_is_held_to_it_too(hub: Hub, conn
     url = f"{hub.url}/{REPO}/resolve/main/Tiny-1B-Q4_K_M.gguf"
     with requests.Session() as session:
         session.trust_env = False
-        with rule.over(session):
+        with rule.guard(session):
             assert session.get(url).content == FILES["Tiny-1B-Q4_K_M.gguf"]
             hub.cdn = "http://169.254.169.254"
             with pytest.raises(DownloadError, match="link-local"):

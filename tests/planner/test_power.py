@@ -28,8 +28,12 @@ def test_matrices_alone_wait_for_power() -> None:
     limited = decode_cost.hardware_of(resolve("L40"), "llamacpp")
     free = replace(limited, power_share=1.0)
     a, b = (prefill_cost.prefill_terms(MODEL, VARIANT, hardware) for hardware in (limited, free))
-    assert a.matmul_s == pytest.approx(b.matmul_s / limited.power_share)
-    assert (a.attention_s, a.weights_s, a.layers_s) == (b.attention_s, b.weights_s, b.layers_s)
+    assert a.seconds["matmul"] == pytest.approx(b.seconds["matmul"] / limited.power_share)
+    assert (a.seconds["attention"], a.seconds["weights"], a.seconds["layers"]) == (
+        b.seconds["attention"],
+        b.seconds["weights"],
+        b.seconds["layers"],
+    )
     assert decode_cost.decode_terms(MODEL, VARIANT, limited) == decode_cost.decode_terms(MODEL, VARIANT, free)
 
 
@@ -44,4 +48,4 @@ def test_large_steps_skip_what_the_mask_hides() -> None:
     small, large = (
         prefill_cost.prefill_terms(MODEL, VARIANT, hardware, prompt_tokens=2048, n_batch=n) for n in (512, 2048)
     )
-    assert large.attention_s == pytest.approx(small.attention_s * 1024 / 1280)
+    assert large.seconds["attention"] == pytest.approx(small.seconds["attention"] * 1024 / 1280)

@@ -34,35 +34,38 @@ def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_
     """Llama 3.1 8B: 32 layers of 4 bytes x (12 x 4,096 + 6 x 4,096 + 6 x 14,336) are 20.4 MB a token."""
     assert prefill_cost.activation_bytes(MODELS["llama-3.1-8b-instruct"]) == pytest.approx(20.4e6, rel=0.01)
     small, large = (terms(name, SPARK) for name in ("qwen3-0.6b", "qwen3-32b"))
-    assert small.activations_s / small.matmul_s > 2 * large.activations_s / large.matmul_s
+    assert (
+        small.seconds["activations"] / small.seconds["matmul"]
+        > 2 * large.seconds["activations"] / large.seconds["matmul"]
+    )
     twice = terms("qwen3-0.6b", replace(SPARK, bandwidth_gbps=2 * SPARK.bandwidth_gbps))
-    assert twice.activations_s == pytest.approx(small.activations_s / 2)
-    assert twice.matmul_s == small.matmul_s
+    assert twice.seconds["activations"] == pytest.approx(small.seconds["activations"] / 2)
+    assert twice.seconds["matmul"] == small.seconds["matmul"]
 
 
 def test_experts_that_get_few_tokens_waste_a_part_of_every_tile() -> None:
     """512 tokens are 32 for each of 128 experts, 2,048 are 128: in larger steps the same matrices take less time."""
     small, large = (terms("qwen3-30b-a3b", SPARK, n_batch=n) for n in (512, 2048))
-    assert 1.05 < small.matmul_s / large.matmul_s < 1.5
-    dense = [terms("qwen3-8b", SPARK, n_batch=n).matmul_s for n in (512, 2048)]
+    assert 1.05 < small.seconds["matmul"] / large.seconds["matmul"] < 1.5
+    dense = [terms("qwen3-8b", SPARK, n_batch=n).seconds["matmul"] for n in (512, 2048)]
     assert dense[0] == dense[1]
 
 
 def test_the_mask_is_written_by_the_processor_and_grows_with_the_context() -> None:
-    near, far = (terms("qwen3-8b", SPARK, depth=depth).mask_s for depth in (0, 30_000))
+    near, far = (terms("qwen3-8b", SPARK, depth=depth).seconds["mask"] for depth in (0, 30_000))
     assert far > 10 * near
     assert far < 100e-6
     m = MODELS["qwen3-8b"]
     mlx = decode_cost.hardware_of(resolve("M4 Max 128GB"), "mlx")
-    assert prefill_cost.prefill_terms(m, file_of(m, "4bit"), mlx, depth=30_000).mask_s == 0
+    assert prefill_cost.prefill_terms(m, file_of(m, "4bit"), mlx, depth=30_000).seconds["mask"] == 0
     spared = terms("qwen3-30b-a3b", CPU)
-    assert spared.mask_s == spared.activations_s == 0
+    assert spared.seconds["mask"] == spared.seconds["activations"] == 0
 
 
 def test_launches_of_prompts_go_by_the_clock() -> None:
     slow, fast = (terms("qwen3-8b", replace(SPARK, clock_ghz=ghz)) for ghz in (1.4, efficiency.REFERENCE_GHZ))
-    assert slow.layers_s > 1.1 * fast.layers_s
-    assert slow.matmul_s == fast.matmul_s
+    assert slow.seconds["layers"] > 1.1 * fast.seconds["layers"]
+    assert slow.seconds["matmul"] == fast.seconds["matmul"]
 
 
 def test_what_has_no_kernels_for_a_type_multiplies_it_at_half_the_rate() -> None:

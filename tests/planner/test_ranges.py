@@ -100,4 +100,4 @@ def test_prompts_under_mlx_pay_for_scores_that_no_kernel_keeps() -> None:
     machine = decode_cost.hardware_of(resolve("M5 Max 128GB"), "mlx")
     terms = [prefill_cost.prefill_terms(m, variant, machine, depth=100_000) for m in (model, wide)]
     assert terms[1].attention_flops == pytest.approx(terms[0].attention_flops)
-    assert terms[1].activations_s > 3 * terms[0].activations_s
+    assert terms[1].seconds["activations"] > 3 * terms[0].seconds["activations"]

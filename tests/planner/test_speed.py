@@ -131,23 +131,27 @@ def test_launches_go_by_the_clock_and_reading_does_not() -> None:
         decode_cost.decode_terms(m, v, decode_cost.Hardware(keys, 1008, 165, clock_ghz=ghz))
         for ghz in (1.4, efficiency.REFERENCE_GHZ)
     )
-    assert slow.layers_s > 1.1 * fast.layers_s
-    assert (slow.weights_s, slow.unpacked_s, slow.kv_s) == (fast.weights_s, fast.unpacked_s, fast.kv_s)
+    assert slow.seconds["layers"] > 1.1 * fast.seconds["layers"]
+    assert (slow.seconds["weights"], slow.seconds["unpacked"], slow.seconds["kv"]) == (
+        fast.seconds["weights"],
+        fast.seconds["unpacked"],
+        fast.seconds["kv"],
+    )
 
 
 def test_unpacking_is_arithmetic_that_full_precision_and_processors_spare() -> None:
     m = model("qwen3-30b-a3b")
     machine = decode_cost.hardware_of(resolve("M4 Max 128GB"), "llamacpp")
     terms = decode_cost.decode_terms(m, variant(m, "Q4_K_M"), machine)
-    assert terms.unpacked_s > 0
-    assert terms.routed_unpacked_s > 0
+    assert terms.seconds["unpacked"] > 0
+    assert terms.seconds["routed_unpacked"] > 0
     twice = decode_cost.decode_terms(m, variant(m, "Q4_K_M"), replace(machine, plain_tflops=2 * machine.plain_tflops))
-    assert twice.unpacked_s == pytest.approx(terms.unpacked_s / 2)
-    assert twice.weights_s == terms.weights_s
+    assert twice.seconds["unpacked"] == pytest.approx(terms.seconds["unpacked"] / 2)
+    assert twice.seconds["weights"] == terms.seconds["weights"]
     for v, hardware in ((Variant("gguf", "BF16", "", (), 61_000_000_000), machine),
                         (variant(m, "Q4_K_M"), decode_cost.Hardware(("cpu",), 30, 1, 8))):  # fmt: skip
         spared = decode_cost.decode_terms(m, v, hardware)
-        assert spared.unpacked_s == spared.routed_unpacked_s == 0
+        assert spared.seconds["unpacked"] == spared.seconds["routed_unpacked"] == 0
 
 
 def test_an_unknown_part_is_predicted_from_its_generation_and_says_so() -> None:
