@@ -40,13 +40,13 @@ was then); `recent` are those of 2025b and later. A plan is made for the last er
 DOUBTS
 - Of 66 rows the source names an Apple chip without its bin; they count as the middle of the bins sold at that bandwidth.
 - A row filed under an age before its model was released counts as of the model's.
-- What an engine has no kernels for (`localllm/planner/kernels.py`) and what an age of software lacked
+- What an engine has no kernels for (`localllm/planner/kernels.toml`) and what an age of software lacked
   (`benchmarks/planner_fit/ages.py`) are constants from others' measurements, none of them a row of the data. Three were made on
   a Strix Halo, the chip that counts most of the rows, though of other machines or models: without those three a device left
   out is 6.9 and 21.6 % off in recent rows (depth 6.1 and 12.8 %), of prompts 10.8 and 35.8 %. Intel's was made on a B580 and a B70.
 - The widths of the priors were chosen by these same errors, so they are slightly optimistic.
 - The stated 80 % ranges are judged on sources that neither the law nor the ranges had seen (`benchmarks/planner_fit/ranges.py`).
-- What a P100 takes to multiply quantised weights byte by byte is a constant from rows of its own (`kernels.py`): left out by
+- What a P100 takes to multiply quantised weights byte by byte is a constant from rows of its own (`kernels.toml`): left out by
   device, it is not quite unseen.
 """.replace("DOUBTS", "\n".join(f"  - {doubt.why}." for doubt in SUSPECTS))
 # The bars: (median, 90th percentile) of |error| in percent, by law and line, held back by device.

@@ -92,14 +92,25 @@ def _part(name: str, n_bytes: int, what: str) -> str:
 
 def _place_lines(plan: Plan, device: Device) -> list[str]:
     """Which layers and experts lie where, and what every card holds; nothing where all of it is in one place."""
-    placed, need, n = plan.settings.placement, plan.memory, len(plan.model.layers)
+    placed = plan.settings.placement
+    return [*(_layers_on_gpu(plan) if placed.is_split else ()), *_card_lines(plan, device)]
+
+
+def _layers_on_gpu(plan: Plan) -> list[str]:
+    placed, n = plan.settings.placement, len(plan.model.layers)
+    first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+    on_device = f"{n - first} of {n} layers and the output"
+    if first >= n:
+        on_device = "the output" if first == n else "none"
+    lines = [f"  on the GPU   {on_device}{', their KV in system memory' if placed.kv_on_host else ''}"]
+    if kept > first and plan.model.experts is not None:
+        lines.append(f"  of these     the routed experts of the first {kept} layers are in system memory")
+    return lines
+
+
+def _card_lines(plan: Plan, device: Device) -> list[str]:
+    placed, need = plan.settings.placement, plan.memory
     lines = []
-    if placed.is_split:
-        first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
-        on_device = f"{n - first} of {n} layers and the output" if first < n else "the output" if first == n else "none"
-        lines.append(f"  on the GPU   {on_device}{', their KV in system memory' if placed.kv_on_host else ''}")
-        if kept > first and plan.model.experts is not None:
-            lines.append(f"  of these     the routed experts of the first {kept} layers are in system memory")
     held = need.cards_bytes or ((need.total_bytes,) if placed.cards else ())
     limits = need.cards_limit_bytes or (need.limit_bytes,)
     numbers = placed.cards or tuple(range(len(held)))

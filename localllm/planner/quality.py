@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from localllm_catalog import quants
 from localllm_catalog.memoize import by_identity
-from localllm_catalog.types import Model, Purpose, Variant
+from localllm_catalog.types import Model, Purpose, Quality, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,9 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
         if line is None or (older and is_current):
             continue
         slope, intercept, spread = line
-        if older:
-            spread *= _OTHER_VERSION_SPREAD / 1.5
-        # (One table of ten models by one of their makers compares all of them alike.)
-        own = score.kind == "self-reported" and score.benchmark not in _FIM_ONTO_INDEX
-        by_others |= not own
+        spread *= _doubt(score)
+        by_others |= not _is_makers_own(score)
         guessed &= score.kind == "estimate"
-        spread *= _SELF_REPORTED if own else 1.0
         total += (slope * score.score + intercept) / spread**2
         weight += 1 / spread**2
         if spread < best[1]:
@@ -120,6 +116,17 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
     return Rating(
         total / weight, math.sqrt(1 / weight), best[0], is_known and not by_others, estimated=is_known and guessed
     )
+
+
+def _is_makers_own(score: Quality) -> bool:
+    """(One table of ten models by one of their makers compares all of them alike.)"""
+    return score.kind == "self-reported" and score.benchmark not in _FIM_ONTO_INDEX
+
+
+def _doubt(score: Quality) -> float:
+    """By how much less a score says than its benchmark usually does."""
+    older = score.benchmark == _INDEX and score.date < _INDEX_SINCE
+    return (_OTHER_VERSION_SPREAD / 1.5 if older else 1.0) * (_SELF_REPORTED if _is_makers_own(score) else 1.0)
 
 
 def _line(benchmark: str, purpose: Purpose) -> tuple[float, float, float] | None:

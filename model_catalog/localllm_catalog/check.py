@@ -45,6 +45,20 @@ def _sources(used: set[str]) -> Iterator[str]:
 
 
 def _model(model: Model, loaded: catalog.Catalog) -> Iterator[str]:
+    yield from _counts(model)
+    yield from _files(model)
+    if not _DATE.fullmatch(model.release_date):
+        yield f"release_date is {model.release_date!r}, not a month or a day (2026-01, 2026-01-31)"
+    for draft in model.drafts:
+        other = loaded.get(draft)
+        if other is None or other.tokenizer_family != model.tokenizer_family:
+            yield f"its draft {draft} is missing or has another tokenizer"
+        elif other.params_total >= model.params_total:
+            yield f"its draft {draft} is no smaller"
+
+
+def _counts(model: Model) -> Iterator[str]:
+    """Parameters as stated beside those that the shapes give."""
     total, active = shapes.count_params(model)
     if abs(total / model.params_total - 1) > TOLERANCE and not model.params_note:
         yield f"its shapes give {total:,} parameters, {model.params_total:,} are stated; explain it in params_note"
@@ -53,19 +67,14 @@ def _model(model: Model, loaded: catalog.Catalog) -> Iterator[str]:
         yield f"its shapes give {active:,} active parameters, {model.params_active:,} are stated; explain it"
     if model.experts is not None and not stated_active:
         yield "has experts but does not state `active`"
-    if not _DATE.fullmatch(model.release_date):
-        yield f"release_date is {model.release_date!r}, not a month or a day (2026-01, 2026-01-31)"
+
+
+def _files(model: Model) -> Iterator[str]:
     if not model.variants:
         yield "has no files to download"
     names = [(variant.format, variant.quant) for variant in model.variants]
     for twice in {name for name in names if names.count(name) > 1}:
         yield f"has two variants {' '.join(twice)}; keep one"
-    for draft in model.drafts:
-        other = loaded.get(draft)
-        if other is None or other.tokenizer_family != model.tokenizer_family:
-            yield f"its draft {draft} is missing or has another tokenizer"
-        elif other.params_total >= model.params_total:
-            yield f"its draft {draft} is no smaller"
 
 
 def main(arguments: list[str]) -> int:
