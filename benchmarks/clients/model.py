@@ -141,7 +141,7 @@ class ScriptedModel(ScriptedEngine):
 
     def _plan(self, request: Request, prompt: str, limit: int) -> tuple[list[int], FinishReason, str | None]:
         """The tokens of this part of the answer, how it ends, and at which stop string."""
-        if not request.goes_on or request.id not in self._begun:
+        if not request.continues or request.id not in self._begun:
             self._begun[request.id] = (prompt, self.brain(prompt))
         base, wants = self._begun[request.id]
         whole = _rest(wants[0], prompt.removeprefix(base))

@@ -55,7 +55,7 @@ class EngineSettings:
     of it are what loading takes (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more
     than that to read are read in slices while others decode, where the backend can (0: never). `kv_evidence_dir`: where
     what KV types cost in precision is kept once it is measured, and how drafters fared (None: it isn't).
-    `gives_way`: decode takes fewer threads while other programs want the processors. `gap_s`: how long streams on
+    `yields_threads`: decode takes fewer threads while other programs want the processors. `gap_s`: how long streams on
     a device may wait for their next token while a prompt is read beside them, or two of their steps if that is longer. `power`: the
     share of the time that is computed in; for the rest of it the engine waits behind each step."""
 
@@ -72,7 +72,7 @@ class EngineSettings:
     sliced_prefill_tokens: int = 512
     make_constraint: MakeConstraint | None = None
     kv_evidence_dir: str | None = None
-    gives_way: bool = False
+    yields_threads: bool = False
     gap_s: float = 0.02
     power: float = 1.0
 
@@ -123,7 +123,7 @@ class Engine:
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = DecodeSpeedTracker(others)
         computing = [b for b in (self.backend, self.draft_backend) if b is not None and b.capabilities.threaded]
-        self._throttle = ThreadThrottle(computing if self.settings.gives_way else [], others)
+        self._throttle = ThreadThrottle(computing if self.settings.yields_threads else [], others)
 
     def _make_images(self) -> ImageSteps | None:
         if not self.backend.capabilities.vision:
@@ -176,9 +176,9 @@ class Engine:
         self._stalled, self._housekeeping = False, True
         self.jobs.waiting[job.id] = job
         self.jobs.shares.arrive(job.tenant)
-        self.metrics.requests += not request.goes_on  # a further part of an answer is no further request
+        self.metrics.requests += not request.continues  # a further part of an answer is no further request
         if request.grammar is not None and self._compiler is not None:
-            job.compilation = self._compiler.start(request.grammar, request.begun)
+            job.compilation = self._compiler.start(request.grammar, request.answer_start)
             return []
         return [self._queued(job)]
 

@@ -120,13 +120,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """Reasoning ends after `tokens` tokens: `closing` and `behind` are put there. `opening` begins it, and with `opened`
+    """Reasoning ends after `tokens` tokens: `closing` and `after` are put there. `opening` begins it, and with `opened`
     the prompt has done so."""
 
     tokens: int
     opening: str
     closing: str
-    behind: str = ""
+    after: str = ""
     opened: bool = False
 
 
@@ -137,8 +137,8 @@ class Request:
     `grammar` is a constraint as ("json_schema" | "lark" | "regex" | "gbnf", source).
     `add_bos` puts the BOS token before a text, where the model wants one. `render_control` also writes control tokens
     into the text, for replies whose structure they mark. `draft`: auto, ngram or off.
-    `begun` is the answer's beginning where the prompt ends in it: the grammar goes on behind it, where it allows that.
-    `goes_on` says that the end of the prompt is the beginning of the answer, which the model has just written: an
+    `answer_start` is the answer's beginning where the prompt ends in it: the grammar goes on behind it, where it allows that.
+    `continues` says that the end of the prompt is the beginning of the answer, which the model has just written: an
     answer with reasoning or tool calls may be made in parts, one after the other and under one id. `thinking` is how
     the generation's limit on its reasoning is kept in this model's words. `images`: the files in base64, each by the
     mark that stands for it in a prompt of text.
@@ -151,9 +151,9 @@ class Request:
     add_bos: bool = True
     render_control: bool = False
     draft: str = "auto"
-    goes_on: bool = False
+    continues: bool = False
     thinking: ThinkingLimit | None = None
-    begun: str = ""
+    answer_start: str = ""
     images: dict[str, str] = field(default_factory=dict)
 
 

@@ -277,11 +277,11 @@ _AHEAD = 2
 class ImageSteps:
     """Plans the steps that read images, each in a step of its own: a batch has tokens or embeddings, not both.
 
-    `whole`: the tokens of an image can't be parted. `waiting`: somebody could go on if only an image were encoded. `failed`:
+    `indivisible`: the tokens of an image can't be parted. `waiting`: somebody could go on if only an image were encoded. `failed`:
     whose image could not be, and why. `chosen`: the embeddings of the image that was planned last."""
 
     encoder: Encoder
-    whole: bool
+    indivisible: bool
     waiting: bool = False
     failed: list[tuple[RunningRequest, str]] = field(default_factory=list)
     chosen: Embeddings | None = None
@@ -290,7 +290,7 @@ class ImageSteps:
     def unreadable(self, images: Seq[Placed], n_batch: int) -> str:
         """Why these can't be read, "" if they can."""
         largest = max((i.run.n_tokens for i in images), default=0)
-        if self.whole and largest > n_batch:
+        if self.indivisible and largest > n_batch:
             return f"an image comes to {largest} tokens that this model must read at once; {n_batch} are the most here"
         return ""
 
@@ -325,4 +325,4 @@ class ImageSteps:
         job, self.chosen = min(due.values(), key=lambda found: found[0].arrived_s)
         assert job.image is not None
         left = job.image.stop - job.n_kv
-        return Grant(job.id, left if self.whole else min(left, most), prefill=True)
+        return Grant(job.id, left if self.indivisible else min(left, most), prefill=True)

@@ -267,7 +267,7 @@ def _engine_settings(
         "kv_evidence_dir": str(paths.kv_evidence_dir()),
         "planned_bytes": planned_bytes,
         "headroom_bytes": _headroom_bytes(settings),
-        "gives_way": not settings.value("threads"),
+        "yields_threads": not settings.value("threads"),
         "gap_s": settings.value("gap_ms") / 1e3,
         "power": settings.value("power") / 100,
     }

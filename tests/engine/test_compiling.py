@@ -35,10 +35,10 @@ class HeldBack:
         self._compile = compile_
         self.asked, self.let = threading.Event(), threading.Event()
 
-    def __call__(self, grammar: tuple[str, str], begun: str) -> Constraint:
+    def __call__(self, grammar: tuple[str, str], answer_start: str) -> Constraint:
         self.asked.set()
         assert self.let.wait(60)
-        return self._compile(grammar, begun)
+        return self._compile(grammar, answer_start)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> N
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
     engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
     begun = '{"name": "To'
-    ask = request_for("tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, begun=begun)
+    ask = request_for("tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, answer_start=begun)
     outcome = run(engine, ask)
     assert outcome.finish("tied").reason == "stop"
     assert not outcome.text["tied"].startswith("{")
@@ -153,11 +153,11 @@ def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> N
     assert re.fullmatch("To.{0,10}", value["name"], re.DOTALL)
     assert isinstance(value["legs"], int)
     whole = '{"name": "Tom", "legs": 4}'
-    outcome = run(engine, request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, begun=whole))
+    outcome = run(engine, request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, answer_start=whole))
     assert outcome.text.get("whole", "") == ""
     assert outcome.finish("whole").reason == "stop"
     # Words before the form are none of it: the form begins behind them.
     said = "Here it is: "
-    outcome = run(engine, request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, begun=said))
+    outcome = run(engine, request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, answer_start=said))
     assert set(json.loads(outcome.text["behind"])) == {"name", "legs"}
     engine.close()

@@ -244,7 +244,7 @@ def test_an_answer_made_in_parts_is_counted_once() -> None:
     engine = Engine(ScriptedBackend(n_ctx=512))
     first = request_for("a", [5, 6, 7], max_tokens=3, ignore_eos=True)
     said = run(engine, first).tokens["a"]
-    run(engine, replace(first, prompt=[5, 6, 7, *said], goes_on=True))
+    run(engine, replace(first, prompt=[5, 6, 7, *said], continues=True))
     assert engine.snapshot()["requests"] == 1
     run(engine, request_for("b", [5, 6, 7], max_tokens=1))
     assert engine.snapshot()["requests"] == 2

@@ -68,7 +68,7 @@ def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(draft: str) -> None:
     assert (outcome.finish("r").reason, outcome.finish("r").usage.completion_tokens) == ("stop", at + 1)
 
 
-THINKS = ThinkingLimit(tokens=25, opening="<think>", closing="</think>", behind="\n\n", opened=True)
+THINKS = ThinkingLimit(tokens=25, opening="<think>", closing="</think>", after="\n\n", opened=True)
 
 
 @DRAFTS

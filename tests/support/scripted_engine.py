@@ -143,9 +143,9 @@ class ScriptedEngine:
     async def _play(self, request: Request, n_prompt: int, room: int) -> AsyncIterator[Event]:
         limit = room if request.generation.max_tokens is None else request.generation.max_tokens
         steps = self.script(request) if callable(self.script) else self.script
-        if request.goes_on:
+        if request.continues:
             steps = _behind(steps, encode(request.prompt) if isinstance(request.prompt, str) else request.prompt)
-        ends = JsonEnd() if request.grammar is not None and request.goes_on else None
+        ends = JsonEnd() if request.grammar is not None and request.continues else None
         yield Queued(request.id, 0)
         yield Prefill(request.id, n_prompt, n_prompt, self.cached_tokens)
         said, held, reason, stop = 0, "", self.ends, None

@@ -74,8 +74,8 @@ class GrammarCompiler:
         self._named: dict[str, int] = {}
         self._preparing = threading.Lock()
 
-    def __call__(self, grammar: tuple[str, str], begun: str = "") -> Constraint:
-        """The constraint behind `begun`, an answer's beginning: of the rest of the answer where the grammar allows that to
+    def __call__(self, grammar: tuple[str, str], answer_start: str = "") -> Constraint:
+        """The constraint behind `answer_start`, an answer's beginning: of the rest of the answer where the grammar allows that to
         begin so, else of what follows. Raises UnsupportedError, saying what can't be enforced."""
         from llguidance import LLMatcher
 
@@ -99,7 +99,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise UnsupportedError(f"the {kind} can't be enforced: {_first_line(matcher.get_error())}")
         assert self._vocabulary is not None
-        tokens = self._vocabulary(begun) if begun else []
+        tokens = self._vocabulary(answer_start) if answer_start else []
         if matcher.try_consume_tokens(tokens) < len(tokens):  # all of the beginning or nothing
             matcher.reset()
         return Constraint(matcher)
@@ -228,9 +228,9 @@ class BackgroundCompiler:
         self._threads = ThreadPoolExecutor(_MOST_COMPILATIONS, "grammar")
         self._making: list[Future[Constraint]] = []
 
-    def start(self, grammar: tuple[str, str], begun: str) -> Compilation:
-        """Begin with `grammar`, of an answer that begins with `begun`."""
-        compilation = Compilation(self._threads.submit(self._make, grammar, begun))
+    def start(self, grammar: tuple[str, str], answer_start: str) -> Compilation:
+        """Begin with `grammar`, of an answer that begins with `answer_start`."""
+        compilation = Compilation(self._threads.submit(self._make, grammar, answer_start))
         self._making.append(compilation.making)
         return compilation
 

@@ -198,7 +198,7 @@ class ThinkingBudget:
         self._limit, self._n_prompt, self._tokenize, self._text = limit, n_prompt, tokenize, text
         self._opening, self._closing = limit.opening.encode(), limit.closing.encode()
         # A model that was cut off in the middle of its closing marker is given the rest of it.
-        self._endings = {0: tokenize(limit.closing + limit.behind)}
+        self._endings = {0: tokenize(limit.closing + limit.after)}
         longest = len(self._endings[0]) + len(self._closing)
         self._first = n_prompt + limit.tokens
         self._last = self._first + longest + (0 if limit.opened else _OPENS_WITHIN)
@@ -239,7 +239,7 @@ class ThinkingBudget:
     def _ending(self, overlap: int) -> list[int]:
         if overlap not in self._endings:
             rest = self._closing[overlap:].decode("utf-8", "replace")
-            self._endings[overlap] = self._tokenize(rest + self._limit.behind)
+            self._endings[overlap] = self._tokenize(rest + self._limit.after)
         return self._endings[overlap]
 
 

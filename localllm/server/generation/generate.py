@@ -109,7 +109,7 @@ async def _choice(
         add_bos=job.add_bos,
         render_control=answer.control,
         thinking=_thinking_limit(answer, generation.thinking_tokens),
-        begun=answer.begun,
+        answer_start=answer.begun,
         images=job.images,
     )
     parser = None if answer.reply.plain else ReplyParser(answer.reply)
@@ -178,7 +178,7 @@ def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
     left = None if most is None else max(0, most - so_far.usage.completion_tokens)
     rest = _with_generation(request, max_tokens=left, min_tokens=least)
     add_bos = request.add_bos and isinstance(prompt, str)
-    return replace(rest, prompt=prompt, add_bos=add_bos, goes_on=True, thinking=None)
+    return replace(rest, prompt=prompt, add_bos=add_bos, continues=True, thinking=None)
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
