@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -67,17 +67,14 @@ class RoundComparison:
 
     def to_json(self, first: str) -> dict[str, Any]:
         """Everything, with the ratio of `first` to every other name."""
-        others = {n: r for n in self.values if n != first and (r := self.ratios(first, n)) is not None}
+        ratios = {name: self.ratios(first, name) for name in self.values if name != first}
         return {
             "title": self.title,
             "unit": self.unit,
             "better": self.better,
             "medians": {n: _or_none(self.median(n)) for n in self.values},
-            "values": {n: [_or_none(v) for v in values] for n, values in self.values.items()},
-            "ratios": {
-                n: {"median": r.median, "low": r.low, "high": r.high, "rounds": list(r.rounds)}
-                for n, r in others.items()
-            },
+            "values": {n: list(map(_or_none, values)) for n, values in self.values.items()},
+            "ratios": {name: asdict(ratio) for name, ratio in ratios.items() if ratio is not None},
             "of": first,
         }
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, partialmethod
+from itertools import chain
 
 from localllm.bench.ratio import Better, RoundComparison
 from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
@@ -133,7 +134,7 @@ class Scenarios:
         seconds = time.perf_counter() - begun
         total = sum(self._counted(t, answer) for answer in answers)
         self.put(BenchFigure(_TOGETHER.format(n), "tok/s"), t, total / seconds)
-        gaps = [gap for answer in answers for gap in answer.gaps_s]
+        gaps = list(chain.from_iterable(answer.gaps_s for answer in answers))
         if len(gaps) >= _ENOUGH_GAPS:
             self.put(BenchFigure(_EVEN.format(n), "ms", "less"), t, statistics.quantiles(gaps, n=20)[-1] * 1000)
 
@@ -273,7 +274,8 @@ class Scenarios:
 
 def _together(calls: Sequence[Callable[[], StreamedAnswer]]) -> list[StreamedAnswer]:
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result() for future in [pool.submit(call) for call in calls]]
+        futures = [pool.submit(call) for call in calls]
+        return [future.result() for future in futures]
 
 
 # About 1,400 tokens: as long as a coding agent's instructions are at least.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -114,7 +115,8 @@ def _chat_loop(client: httpx.Client, model: str) -> None:
     result = {"role": "tool", "tool_call_id": call["id"], "content": _RESULT}
     back = {**ask, "messages": [*_ASK, made, result], "max_tokens": _ANSWER_TOKENS}
     reply = _taken(client.post("/v1/chat/completions", json=back))
-    _check_end(any(c.get("finish_reason") for e in _events(reply) for c in e.get("choices", ())))
+    choices = chain.from_iterable(event.get("choices", ()) for event in _events(reply))
+    _check_end(any(choice.get("finish_reason") for choice in choices))
 
 
 def _responses_loop(client: httpx.Client, model: str) -> None:
@@ -154,7 +156,7 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
     # No word of Ollama's own forces a call: this one is our addition.
     forced = {**ask, "messages": _ASK, "tool_choice": "required", "options": {"num_predict": _CALL_TOKENS}}
     reply = _taken(client.post("/api/chat", json=forced))
-    calls = [c for line in _lines(reply) for c in line.get("message", {}).get("tool_calls", ())]
+    calls = list(chain.from_iterable(line.get("message", {}).get("tool_calls", ()) for line in _lines(reply)))
     call = calls[0] if calls else {"function": {"name": "", "arguments": ""}}
     _check_call(call["function"]["name"], json.dumps(call["function"]["arguments"]))
     made = {"role": "assistant", "content": "", "tool_calls": [call]}
