@@ -182,14 +182,20 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: _Computer) -> fl
         return part.own_gb
     if rows[0].kind != "discrete":
         return part.memory_gb or computer.ram.size_gb
-    sold = set(chain.from_iterable(row.memory_gb for row in rows))
-    modded = set() if "laptop" in part.words else {_MODDED * size for size in sold}
-    own = next((size for size in part.sizes_gb if size in sold), None)
-    own = own or next((size for size in part.sizes_gb if size in modded or not sold), None)
+    own = _sold_size(rows, part)
     for size in part.sizes_gb:
         if size != own:
             computer.add_ram(size, None)
     return own
+
+
+def _sold_size(rows: Sequence[DeviceRow], part: Typed) -> float | None:
+    """The size that was said of those which a card is sold with, or is after somebody soldered more memory on it."""
+    sold = set(chain.from_iterable(row.memory_gb for row in rows))
+    modded = set() if "laptop" in part.words else {_MODDED * size for size in sold}
+    fitting = [size for size in part.sizes_gb if size in sold]
+    fitting += [size for size in part.sizes_gb if size in modded or not sold]
+    return fitting[0] if fitting else None
 
 
 def _choose(

@@ -205,7 +205,7 @@ def _explain(
 ) -> DownloadError | ModelNotFoundError | UsageError:
     from huggingface_hub import errors as hub_errors
 
-    host = urlsplit(endpoint()).hostname
+    host = str(urlsplit(endpoint()).hostname)
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
         return HubUnreachableError(
             "the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)", hint="unset HF_HUB_OFFLINE"
@@ -218,26 +218,34 @@ def _explain(
         refused = f" ({refusal})" if refusal else ""
         return DownloadError(f"{repo} is gated, and we have no access to it{refused}", hint=TOKEN_HINT)
     if status == 403:
-        return forbidden(str(host), repo, response)
+        return forbidden(host, repo, response)
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return DownloadError(f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`")
     if isinstance(error, hub_errors.RepositoryNotFoundError) or status in (401, 404):
-        if refusal:
-            said = f"{refusal}; without it {host} shows no repository {repo}"
-            return ModelNotFoundError(said, hint="renew the token (huggingface.co/settings/tokens) or unset it")
-        return ModelNotFoundError(
-            f"{host} has no repository {repo} that we may see", hint=f"check the name; {TOKEN_HINT}"
-        )
+        return _not_found(host, repo, refusal)
     if isinstance(error, ValueError) and str(getattr(error, "doc", "")).lstrip().startswith("<"):
-        return _page_instead(str(host))
-    if isinstance(error, KeyError | TypeError | AttributeError) and status is None:
+        return _page_instead(host)
+    return _no_answer(error, host, repo) if status is None else _of_status(status, response, host, repo)
+
+
+def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
+    if refusal:
+        said = f"{refusal}; without it {host} shows no repository {repo}"
+        return ModelNotFoundError(said, hint="renew the token (huggingface.co/settings/tokens) or unset it")
+    return ModelNotFoundError(f"{host} has no repository {repo} that we may see", hint=f"check the name; {TOKEN_HINT}")
+
+
+def _no_answer(error: Exception, host: str, repo: str) -> DownloadError:
+    if isinstance(error, KeyError | TypeError | AttributeError):
         return _unusable(repo, f"it is not written as the hub's are ({error})")
-    if status is None:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        return HubUnreachableError(
-            f"{host} can't be asked about {repo}: {reason}",
-            hint=f"check the connection and {_proxy()}; what is on this disk works without",
-        )
+    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return HubUnreachableError(
+        f"{host} can't be asked about {repo}: {reason}",
+        hint=f"check the connection and {_proxy()}; what is on this disk works without",
+    )
+
+
+def _of_status(status: int, response: Any, host: str, repo: str) -> DownloadError:
     if status == 429:
         asked = retry_after(response.headers if response is not None else {})
         wait = f"; it asks to wait {asked:.0f} s" if asked else ""

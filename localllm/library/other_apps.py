@@ -118,17 +118,7 @@ def _runner(child: dict[str, Any]) -> str:
 
 def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalModel | None:
     content = _runnable_manifest(store, json_store.read(manifest))
-    layers = content.get("layers")
-    if not isinstance(layers, list):
-        return None
-    by_type: dict[str, list[Path]] = {}
-    for layer in layers:
-        if isinstance(layer, dict):
-            blob = _blob(store, layer)
-            if blob is None and layer.get("mediaType") == _MODEL:
-                return None
-            if blob is not None:
-                by_type.setdefault(str(layer.get("mediaType")), []).append(blob)
+    by_type = _blobs_by_type(store, content.get("layers"))
     weights = by_type.get(_MODEL, [])
     if len(weights) != 1 or _ADAPTER in by_type or not _is_gguf(weights[0]):
         return None
@@ -154,6 +144,18 @@ def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalMo
         (weights[0],),
         projectors[0] if projectors else None,
     )
+
+
+def _blobs_by_type(store: Path, layers: object) -> dict[str, list[Path]]:
+    """The blobs of a manifest's layers by what they are; none at all where a file of weights is not there."""
+    by_type: dict[str, list[Path]] = {}
+    for layer in filter(lambda layer: isinstance(layer, dict), layers if isinstance(layers, list) else []):
+        blob = _blob(store, layer)
+        if blob is not None:
+            by_type.setdefault(str(layer.get("mediaType")), []).append(blob)
+        elif layer.get("mediaType") == _MODEL:
+            return {}
+    return by_type
 
 
 def _blob(store: Path, layer: dict[str, object]) -> Path | None:

@@ -212,26 +212,25 @@ def _wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> _PullTa
     on_hub = tuple(v for v in model.variants if v not in packaged)
     if not on_hub:
         return resolve(ref, catalog=known)
-    here = _of_package(ref, known) if packaged and reference.quant in ("", packaged[0].quant) else None
-    if here is not None:
-        return here
-    offered = replace(model, variants=on_hub)
+    is_packaged = packaged and reference.quant in ("", packaged[0].quant)
+    here = _of_package(ref, known) if is_packaged else None
+    return here or _offered(reference, replace(model, variants=on_hub), choose)
+
+
+def _offered(reference: names.ModelReference, offered: Model, choose: Choose | None) -> _PullTarget:
+    """The variant of the catalog's model that was asked for, chosen, or is the usual one."""
     if reference.quant:
-        listed = [v for v in on_hub if names.same_quant(reference.quant, v.quant)]
+        listed = [v for v in offered.variants if names.same_quant(reference.quant, v.quant)]
         # A quant that the catalog does not list may still be in the repository.
         variant = listed[0] if listed else variants.usual_variant(offered)
     else:
         variant = choose(offered) if choose is not None else variants.usual_variant(offered)
-    is_folder = variant.is_folder
-    return _PullTarget(
-        variant.repo,
-        quant="" if is_folder else reference.quant or variant.quant,
-        file=""
-        if is_folder or not variant.files or not variant.exact or reference.quant not in ("", variant.quant)
-        else variant.files[0],
-        projector=variant.mmproj_file,
-        name=model.id,
-    )
+    target = _PullTarget(variant.repo, projector=variant.mmproj_file, name=offered.id)
+    if variant.is_folder:
+        return target
+    is_file = variant.files and variant.exact and reference.quant in ("", variant.quant)
+    file = variant.files[0] if is_file else ""
+    return replace(target, quant=reference.quant or variant.quant, file=file)
 
 
 def _of_package(ref: str, catalog: Catalog) -> LocalModel | None:

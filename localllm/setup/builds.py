@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from localllm import json_store, paths
@@ -110,8 +111,8 @@ def drivers_now(root: Path = Path("/")) -> str:
         found.append("Linux " + ".".join(_line(root / "proc/sys/kernel/osrelease").split(".")[:2]))
     found.append(f"ROCm {_line(root / 'opt/rocm/.info/version')}")
     folders = (root / "usr/share/vulkan/icd.d", root / "etc/vulkan/icd.d")
-    drivers = [f for folder in folders for f in folder.glob("*.json") if f.is_file()]
-    vulkan = sorted((f.name, f.stat().st_mtime_ns) for f in drivers)
+    drivers = chain.from_iterable(folder.glob("*.json") for folder in folders)
+    vulkan = sorted((f.name, f.stat().st_mtime_ns) for f in drivers if f.is_file())
     found.append(f"Vulkan {hashlib.sha256(repr(vulkan).encode()).hexdigest()[:8] if vulkan else ''}")
     return "; ".join(said for said in found if not said.endswith(" "))
 

@@ -411,9 +411,7 @@ def _arc(readings: Readings, folder: str, names: list[str]) -> Card | None:
     total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
     row = _by_pci(readings, folder, total or None)
     name = row.name if row else f"Intel GPU 8086:{_device_id(readings, folder)}"
-    slot = re.search(r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I)
-    own_bus = total > 0 or (slot is not None and slot.group(1) != "00")
-    if row is None and own_bus and names:
+    if row is None and names and (total or _on_own_bus(readings, folder)):
         name = names.pop(0)
         row = table.by_gpu_name(name, total or None)
     if row is None:
@@ -422,6 +420,11 @@ def _arc(readings: Readings, folder: str, names: list[str]) -> Card | None:
         return None
     memory = _arc_memory(total) if total else replace(_arc_memory(int(row.memory_gb[0] * GIB)), basis="datasheet")
     return Card(name, memory, row.bandwidth, row, "", row.compute_units)
+
+
+def _on_own_bus(readings: Readings, folder: str) -> bool:
+    slot = re.search(r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I)
+    return slot is not None and slot.group(1) != "00"
 
 
 def _arc_memory(total_bytes: int) -> Memory:

@@ -17,6 +17,7 @@ from localllm.device.machines.common import (
 )
 from localllm.device.parsers import integer, windows
 from localllm.device.parsers.gpus import NvidiaGpu
+from localllm.device.table import DeviceRow
 from localllm.device.types import GIB, Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 from localllm.memory.account import shared_pool
 
@@ -116,7 +117,7 @@ def _integrated(
     if any(row is not None and row.kind == "discrete" for _, row in found):
         return None
     for adapter, row in found:
-        if row is None or row.kind != "unified" or row.vendor not in ("AMD", "Intel"):
+        if row is None or not _is_integrated(row):
             continue
         row = by_cpu if by_cpu is not None and by_cpu.kind == "unified" else row
         return replace(
@@ -131,6 +132,10 @@ def _integrated(
             compute_capability=row.compute_capability,
         )
     return None
+
+
+def _is_integrated(row: DeviceRow) -> bool:
+    return row.kind == "unified" and row.vendor in ("AMD", "Intel")
 
 
 def _with_half_of_the_rest(ram: Memory, dedicated_bytes: int, available_bytes: int) -> Memory:

@@ -243,17 +243,23 @@ def visible(said: str | None, uuids: Sequence[str]) -> list[int]:
         return list(range(len(uuids)))
     found: list[int] = []
     for word in (word.strip() for word in said.split(",")):
-        parent = word.removeprefix("MIG-") if word.startswith("MIG-GPU-") else word
-        alike = [i for i, uuid in enumerate(uuids) if len(parent) > 4 and uuid and parent.startswith(("GPU-", "MIG-"))
-                 and (uuid.startswith(parent) or parent.startswith(uuid))]  # fmt: skip
-        if word.isdecimal() and int(word) < len(uuids):
-            alike = [int(word)]
+        alike = _of_word(word, uuids)
         if len(alike) != 1:
             break
         if alike[0] in found:
             return []
         found.append(alike[0])
     return sorted(found)
+
+
+def _of_word(word: str, uuids: Sequence[str]) -> list[int]:
+    """The GPUs that an index means, or an id or its beginning."""
+    if word.isdecimal() and int(word) < len(uuids):
+        return [int(word)]
+    parent = word.removeprefix("MIG-") if word.startswith("MIG-GPU-") else word
+    if len(parent) <= 4 or not parent.startswith(("GPU-", "MIG-")):
+        return []
+    return [i for i, uuid in enumerate(uuids) if uuid and (uuid.startswith(parent) or parent.startswith(uuid))]
 
 
 # Column names nvidia-smi prints in its CSV header, as --help-query-gpu documents them.
