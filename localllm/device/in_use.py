@@ -190,19 +190,22 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     alone = replace(
         machine,
         name=gpus[0].description or gpus[0].name,
-        kind="unified" if shared else "discrete",
+        kind="unified",
         accelerator=kind,
         family=kind,
         memory=memory,
-        bandwidth_gbps=machine.bandwidth_gbps if shared else None,
-        host=None if shared else machine.memory,
-        host_bandwidth_gbps=None if shared else machine.bandwidth_gbps,
         match="",
+        n_gpus=len(gpus),
         findings=(*machine.findings, Finding("info", told)),
     )
-    if shared or len(gpus) < 2:
-        return replace(alone, n_gpus=len(gpus))
-    return cards.together(cards.numbered([_card(alone, gpu) for gpu in sorted(gpus, key=lambda gpu: gpu.id)]))
+    if shared:
+        return alone
+    host, bandwidth = machine.memory, machine.bandwidth_gbps
+    alone = replace(alone, kind="discrete", bandwidth_gbps=None, host=host, host_bandwidth_gbps=bandwidth)
+    if len(gpus) < 2:
+        return alone
+    one = replace(alone, n_gpus=1)
+    return cards.together(cards.numbered([_card(one, gpu) for gpu in sorted(gpus, key=lambda gpu: gpu.id)]))
 
 
 _PROGRAM = "localllm_backends.llamacpp.devices"

@@ -207,9 +207,8 @@ def _choose(
     rows = _of_size(found, part, wanted)
     # What people mean by a bare name: the larger bin with its largest memory.
     row = max(rows, key=lambda r: (max(r.memory_gb, default=0.0), r.bandwidth_gbps or 0.0, r.compute_units))
-    others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
-    if others and part.cores is None and len(rows) > 1:
-        findings.append(Finding("info", f"took {row.name}; the same name also means {', '.join(others)}"))
+    if part.cores is None and len(rows) > 1:
+        findings += _also_meant(row, found)
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
     if wanted is None:
         wanted = max(row.memory_gb, default=None)
@@ -218,6 +217,11 @@ def _choose(
     elif sizes and wanted not in row.memory_gb and memory_gb is None:
         findings.append(Finding("warning", f"{row.name} is listed with {sizes} GB, not {wanted:g}: taken as typed"))
     return row, wanted, findings
+
+
+def _also_meant(row: DeviceRow, found: Sequence[DeviceRow]) -> list[Finding]:
+    others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
+    return [Finding("info", f"took {row.name}; the same name also means {', '.join(others)}")] if others else []
 
 
 def _of_size(found: Sequence[DeviceRow], part: Typed, wanted_gb: float | None) -> Sequence[DeviceRow]:

@@ -157,9 +157,12 @@ def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -
         # An unlisted bin: all bins of one chip below the listed one share its row only if bandwidth is the same.
         return found[0] if len({row.bandwidth_gbps for row in found}) == 1 else None
     if memory_bytes is not None:
-        sold = [row for row in found if any(abs(gb * GIB - memory_bytes) < GIB for gb in row.memory_gb)]
-        found = sold or found
+        found = [row for row in found if _is_sold_with(row, memory_bytes)] or found
     return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
+
+
+def _is_sold_with(row: DeviceRow, memory_bytes: int) -> bool:
+    return any(abs(gb * GIB - memory_bytes) < GIB for gb in row.memory_gb)
 
 
 def by_cpu(cpu: str) -> DeviceRow | None:

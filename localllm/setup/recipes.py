@@ -31,7 +31,7 @@ def recipes_for(
         return [_mlx(device, host)]
     if wanted:
         return [_RECIPES[wanted](device, host)]
-    lacking = _lacking(device, host) if preferred is not None and preferred.backend == "rocm" else ""
+    lacking = _lacking(device, host, preferred)
     backends = _best(device, host, None if lacking else preferred)
     first = backends[0] if backends else "cpu"
     made, refused = _in_turn(device, host, backends, preferred)
@@ -79,11 +79,7 @@ def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRec
 def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     """`recipe` with llama.cpp's RPC in it, which ready-made wheels lack: it is compiled here. Raises SetupError where
     that takes more than a C++ compiler and its recipe does not compile."""
-    compiled = (
-        made
-        for made in (recipe, *recipe.otherwise)
-        if made.backend == recipe.backend and any("CMAKE_ARGS" in dict(step.environment) for step in made.steps)
-    )
+    compiled = (made for made in (recipe, *recipe.otherwise) if made.backend == recipe.backend and _compiles(made))
     made = next(compiled, None)
     if made is None:
         flags = KINDS[recipe.backend].cmake
@@ -101,6 +97,10 @@ def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     return replace(made, name=f"{name}-rpc", title=title, steps=more, because=because, otherwise=())
 
 
+def _compiles(recipe: BuildRecipe) -> bool:
+    return any("CMAKE_ARGS" in dict(step.environment) for step in recipe.steps)
+
+
 def _plus_rpc(step: Step) -> Step:
     more = tuple((k, f"{v} -DGGML_RPC=ON" if k == "CMAKE_ARGS" else v) for k, v in step.environment)
     return replace(step, environment=more)
@@ -116,8 +116,10 @@ def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[
     return [kind for kind in kinds if kind in _RECIPES and kind != "cpu"]
 
 
-def _lacking(device: Device, host: BuildHost) -> str:
-    """Why ROCm can't be had as this machine is; "" where it can."""
+def _lacking(device: Device, host: BuildHost, preferred: Preferred | None) -> str:
+    """Why ROCm, where it is preferred, can't be had as this machine is; "" where it can."""
+    if preferred is None or preferred.backend != "rocm":
+        return ""
     try:
         needs = _rocm(device, host).needs
     except SetupError as e:

@@ -30,7 +30,7 @@ class Step:
         if self.links:
             return f"link the CUDA libraries under the names CMake looks for, in {self.links}/lib"
         settings = [f'{name}="{value}"' for name, value in self.environment]
-        words = [f"'{word}'" if any(c in word for c in "[]<>*") else word for word in self.pip]
+        words = [f"'{word}'" if set(word) & set("[]<>*") else word for word in self.pip]
         return " ".join([*settings, "pip", *words])
 
 

@@ -64,13 +64,14 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         system = _found(system, findings)
         if card is not None:
             cards.append(card)
-    board = readings.file("/proc/device-tree/model")
-    if not gpus and not hidden and "NVIDIA" in board:
-        return _one_pool(readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system))
     if cards:
         return one_machine(cards, "cuda", with_findings(system.base, _others(readings)))
-    if not gpus and not hidden and _has_nvidia_gpu(readings):
-        system = _found(system, [_no_nvidia_driver(readings)])
+    if not gpus and not hidden:
+        board = readings.file("/proc/device-tree/model")
+        if "NVIDIA" in board:
+            return _one_pool(readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system))
+        if _has_nvidia_gpu(readings):
+            system = _found(system, [_no_nvidia_driver(readings)])
     return _amd(readings, system) or _intel(readings, system) or _cpu_only(system)
 
 
@@ -185,7 +186,7 @@ def _jetson_row(readings: Readings, board: str, system: _System) -> DeviceRow | 
     if kind == "orin nano" and len(fitting) > 1:
         faster = "super" in low or "maxn" in readings.file("/var/lib/nvpmodel/status").lower()
         fitting.sort(key=lambda row: ("Super" in row.name) != faster)
-    return fitting[0] if fitting else None
+    return next(iter(fitting), None)
 
 
 def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRow | None) -> Device:
@@ -356,7 +357,7 @@ def _permission_findings(readings: Readings) -> list[Finding]:
 
 
 def _has_nvidia_gpu(readings: Readings) -> bool:
-    folders = [f for pattern in (DRM_CARDS, "/sys/bus/pci/devices/*") for f in pci_folders(readings, pattern, 0x10DE)]
+    folders = [*pci_folders(readings, DRM_CARDS, 0x10DE), *pci_folders(readings, "/sys/bus/pci/devices/*", 0x10DE)]
     classes = [hexadecimal(readings.file(f"{folder}/class")) for folder in folders]
     return any((number or _DISPLAY) >> 16 == _DISPLAY >> 16 for number in classes)
 

@@ -127,11 +127,16 @@ def _integrated(
             accelerator="vulkan",
             family=row.family,
             memory=_with_half_of_the_rest(base.memory, adapter.memory_bytes, available_bytes),
-            bandwidth_gbps=row.bandwidth if "Halo" in row.family else told or row.bandwidth or base.bandwidth_gbps,
+            bandwidth_gbps=_shared_bandwidth(row, told, base),
             **table.facts(row),
             compute_capability=row.compute_capability,
         )
     return None
+
+
+def _shared_bandwidth(row: DeviceRow, told: Figure | None, base: Device) -> Figure | None:
+    """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go first."""
+    return row.bandwidth if "Halo" in row.family else told or row.bandwidth or base.bandwidth_gbps
 
 
 def _is_integrated(row: DeviceRow) -> bool:
