@@ -129,7 +129,7 @@ def resident_bytes(kind: str = "VmRSS") -> int:
 def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
     """(device, model, plan, what is known of speeds here) of `path` on this machine, for one request at a time, by what
     `localllm bench` measured here."""
-    from localllm.load.plan_inputs import machine_of
+    from localllm.load.candidates import machine_of
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
     from localllm_catalog import catalog, from_gguf, gguf
@@ -153,7 +153,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"file_gb": path.stat().st_size / 1e9, "planned_gb": plan.memory.total_bytes / 1e9}
     if plan.fits == "no":
         return {**found, "refused": why.does_not_fit(plan, device)}
-    from localllm.load.load_spec import load_spec
+    from localllm.load.options import load_spec
     from localllm_backends.contract import Chunk
     from localllm_backends.llamacpp import backend_type
 

@@ -65,7 +65,7 @@ def moved(block: bytes, by: int) -> bytes:
 def in_engine(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What is measured at the backend, in this process."""
     from benchmarks.real_size import planned
-    from localllm.load.load_spec import load_spec
+    from localllm.load.options import load_spec
     from localllm_backends.llamacpp import backend_type
 
     parts = options.only.split(",")

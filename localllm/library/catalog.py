@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from localllm.library import names
 from localllm_catalog.errors import CatalogError
 
 if TYPE_CHECKING:
+    from localllm.library.types import LocalModel
     from localllm_catalog.byte_sources import OpenSource
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.gguf import GgufHeader
@@ -97,6 +99,30 @@ def read_model(source: Path | str, *, known: Model | None = None, open_source: O
         return from_gguf.model_from_gguf(header, known=known)
     except CatalogError as e:
         raise _unreadable(source, e) from e
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """Files on this disk, read once: a GGUF file's `header`, and the `model` that header or config describes, with one Variant
+    whose bytes are the files' own. None where they can't be read so: the engine says what is wrong with them."""
+
+    local: LocalModel
+    header: GgufHeader | None = None
+    model: Model | None = None
+
+
+def open_model(local: LocalModel, catalog: Catalog) -> OpenedModel:
+    """Read what files on this disk say of their model; the catalog lends what they cannot say."""
+    from localllm_catalog import from_gguf
+
+    known, header = catalog.recognise(local.name, local.path.name), None
+    try:
+        if local.path.is_dir():
+            return OpenedModel(local, model=_read_folder(local.path, known))
+        header = read_header(local.path)
+        return OpenedModel(local, header, from_gguf.model_from_gguf(header, known=known))
+    except (CatalogError, ModelFileError):
+        return OpenedModel(local, header)
 
 
 def _read_folder(folder: Path, known: Model | None) -> Model:

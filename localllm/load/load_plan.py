@@ -1,7 +1,8 @@
 """LoadPlan: all that it takes to load one model, made once from settings, device, model and overrides, and passed on whole.
 
-The walk: `library.resolve` finds the files, `plan_inputs` what the planner is asked with, `planner.plan` the Plan,
-`load_spec` what a backend is told; whoever loads hands `options` to a `Supervisor`, and that to the worker process.
+The walk: `library.resolve` finds the files and `library.catalog` reads them once, `plan_inputs` is what the planner is asked
+with, `planner.plan` makes the Plan, `options` is what a worker and its backend are told; they go to a `Supervisor`, and from
+there to the worker process.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import DoesNotFitError
-from localllm.load.drafter import ChosenDrafter, chosen_drafter
-from localllm.load.load_spec import spec_of
+from localllm.load.companions import (
+    ChosenDrafter,
+    ImageProjector,
+    chosen_drafter,
+    projector_beside,
+    without_projector,
+)
+from localllm.load.options import MemoryShare, headroom_bytes, pooled_options, worker_options
 from localllm.load.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
-from localllm.load.projector import ImageProjector, left_out, projector_beside
+from localllm.memory.system import free_for_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
+    from localllm.device.types import Device
     from localllm.engine.worker.client import WorkerOptions
     from localllm.engine.worker.embedding import EmbeddingOptions
     from localllm.library.resolve import LocalModel
     from localllm.planner.types import Plan
     from localllm.settings import Settings
-    from localllm_backends.contract import LoadSpec
+    from localllm_catalog.gguf import GgufHeader
     from localllm_catalog.types import Purpose
 
 # What the buffers of an embedding model take: an assumption that models of up to 2,048 tokens stay below.
@@ -89,41 +96,45 @@ def make_load_plan(
     """Plan files on this disk on this machine, and make worker options that run exactly that plan. `of` models share the
     memory for cached prefixes; `spare_bytes`: what others would give back to make room; `ran_out`: a plan that
     memory was not enough for, this one takes a tenth less. Raises as `load_plan_named`."""
-    from localllm.device.cards import with_released_bytes, with_share
     from localllm.engine.worker import backends
-    from localllm.memory.system import free_for_models
+    from localllm.library.catalog import load_catalog, open_model
 
     # Said now, before anything is planned: no backend runs these files, or its package is missing.
     backend = backends.for_path(str(local.path), settings.value("backend"))
-    use = pooled_use(local)
+    catalog = load_catalog()
+    opened = open_model(local, catalog)
+    use = _pooled_use(opened.header)
     if use is not None:
-        return _embedding_plan(local, settings, use)
-    drafter = chosen_drafter(local, settings)
-    inputs = plan_inputs(local, settings, purpose, drafter)
-    if drafter.found and inputs is not None and not _worth_it(inputs):
+        return _pooled_plan(local, settings, use)
+    projector = projector_beside(local, backend, settings)
+    drafter = chosen_drafter(opened, settings)
+    inputs = plan_inputs(opened, catalog, settings, purpose, drafter)
+    if drafter.found and inputs is not None and not _drafting_pays(inputs):
         drafter, inputs = ChosenDrafter(), _undrafted(inputs)
-    draft, second = drafter.mode, drafter.second
-    if inputs is not None and spare_bytes:
-        inputs = replace(inputs, device=with_released_bytes(inputs.device, spare_bytes))
-    if inputs is not None and ran_out is not None:
-        most = _ONCE_MORE_SHARE * min(ran_out.memory.total_bytes, inputs.device.room_bytes)
-        inputs = replace(inputs, device=with_share(inputs.device, most / inputs.device.room_bytes))
+    if inputs is not None:
+        inputs = replace(inputs, device=_device_with(inputs.device, spare_bytes, ran_out))
     plan = _first_plan(local, settings, inputs)
-    free = free_for_models(_headroom_bytes(settings))
+    free = free_for_models(headroom_bytes(settings))
     room = _Room(local, inputs, None if free is None else free + spare_bytes)
-    projector, plan = _with_projector(room, plan, projector_beside(local, backend, settings), settings)
-    spec = spec_of(str(local.path), plan, settings)
-    if drafter.companion is not None and plan is None:
-        spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
-    if projector.file is not None:
-        spec = replace(spec, projector=str(projector.file))
+    projector, plan = _with_projector(room, plan, projector, settings)
     # What other machines take of it is not known here.
     takes = 0 if settings.value("workers") else room.takes(plan)
-    planned_bytes = takes + projector.need_bytes if takes else 0
-    engine = _engine_settings(local, settings, draft=draft, of=of, planned_bytes=planned_bytes)
-    options = _worker_options(spec, settings, engine, second)
+    share = MemoryShare(takes + projector.need_bytes if takes else 0, of)
+    options = worker_options(local, plan, settings, drafter, projector, share)
     load = LoadPlan(local.name, local, options, plan, projector=projector)
     return load if ran_out is not None else replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
+
+
+def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> Device:
+    """`device` with memory that others would give back, and with less than a plan took that it was not enough for."""
+    from localllm.device.cards import with_released_bytes, with_share
+
+    if released_bytes:
+        device = with_released_bytes(device, released_bytes)
+    if ran_out is not None:
+        most = _ONCE_MORE_SHARE * min(ran_out.memory.total_bytes, device.room_bytes)
+        device = with_share(device, most / device.room_bytes)
+    return device
 
 
 def _smaller(local: LocalModel, settings: Settings, purpose: Purpose, of: int, ran_out: Plan | None) -> LoadPlan | None:
@@ -157,7 +168,7 @@ def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None
     )
 
 
-def _worth_it(inputs: PlanInputs) -> bool:
+def _drafting_pays(inputs: PlanInputs) -> bool:
     """Whether the drafter that was found takes no context away and is expected to pay; a trial on the first answers shows."""
     if inputs.overrides.draft == "mtp" and not inputs.model.variants[0].mtp_bytes:
         return False
@@ -214,83 +225,17 @@ def _with_projector(
 ) -> tuple[ImageProjector, Plan | None]:
     """The projector and a plan that leaves room for it; else a plan without."""
     beside = room.fitted(plan, projector.need_bytes)
-    if projector.file is None or (left := room.left_bytes(beside)) >= projector.need_bytes:
+    left_bytes = room.left_bytes(beside)
+    if projector.file is None or left_bytes >= projector.need_bytes:
         return projector, beside
-    return left_out(projector, settings, left), room.fitted(plan, 0)
-
-
-def _headroom_bytes(settings: Settings) -> int | None:
-    asked = settings.value("memory_headroom_gb")
-    return None if asked is None else int(asked * 1e9)
-
-
-# -- the worker's options ----------------------------------------------------------------------------------------------
-
-
-def _worker_options(
-    spec: LoadSpec, settings: Settings, engine: dict[str, object], second: LocalModel | None
-) -> WorkerOptions:
-    from localllm.engine.worker.client import WorkerOptions
-
-    draft_path = str(second.path) if second is not None else None
-    return WorkerOptions(
-        spec, settings.value("backend"), engine, draft_path, _worker_log(), 60.0 * settings.value("hang_min")
-    )
-
-
-def _worker_log() -> Path | None:
-    """Where workers write what goes wrong; None on a full or read-only disk, where they run without."""
-    from localllm import paths
-
-    try:
-        log = paths.private_dir(paths.log_dir()) / "worker.log"
-        log.touch()
-    except OSError:
-        return None
-    return log
-
-
-def _engine_settings(
-    local: LocalModel, settings: Settings, *, draft: str, of: int, planned_bytes: int
-) -> dict[str, object]:
-    """Values of engine.core.EngineSettings that survive JSON."""
-    from localllm import paths
-
-    return {
-        "draft": draft,
-        "cache_bytes": _cache_bytes(settings) // of,
-        "disk_dir": str(paths.prefixes_dir()),
-        "disk_bytes": int(settings.value("cache_disk_gb") * 1e9),
-        "disk_free_bytes": int(settings.value("cache_disk_free_gb") * 1e9),
-        "disk_daily_bytes": int(settings.value("cache_disk_daily_gb") * 1e9),
-        "model_name": local.name,
-        "kv_evidence_dir": str(paths.kv_evidence_dir()),
-        "planned_bytes": planned_bytes,
-        "headroom_bytes": _headroom_bytes(settings),
-        "yields_threads": not settings.value("threads"),
-        "gap_s": settings.value("gap_ms") / 1e3,
-        "power": settings.value("power") / 100,
-    }
-
-
-def _cache_bytes(settings: Settings) -> int:
-    """Memory for cached prefixes: what was asked for, else an eighth of what is available now, at most 8 GiB."""
-    from localllm.memory.system import SystemMemory
-
-    asked = settings.value("cache_ram_gb")
-    if asked is not None:
-        return int(asked * 1e9)
-    return min(8 * 2**30, (SystemMemory().available_bytes() or 0) // 8)
+    return without_projector(projector, settings, left_bytes), room.fitted(plan, 0)
 
 
 # -- embedding models and rerankers ------------------------------------------------------------------------------------
 
 
-def pooled_use(local: LocalModel) -> Literal["embeds", "ranks"] | None:
+def _pooled_use(header: GgufHeader | None) -> Literal["embeds", "ranks"] | None:
     """What files make whose header names a pooling or classes: "embeds" (vectors) or "ranks" (scores); None for text."""
-    from localllm.library.catalog import readable_header
-
-    header = readable_header(local.path) if local.format == "gguf" else None
     if header is None:
         return None
     if header.metadata.get(f"{header.architecture}.classifier.output_labels"):
@@ -299,19 +244,7 @@ def pooled_use(local: LocalModel) -> Literal["embeds", "ranks"] | None:
     return _POOLINGS.get(pooling) if isinstance(pooling, int) else None
 
 
-def _embedding_plan(local: LocalModel, settings: Settings, use: Literal["embeds", "ranks"]) -> LoadPlan:
-    from localllm.engine.worker.embedding import EmbeddingOptions
-    from localllm_backends.contract import LoadSpec
-
-    options = _worker_options(LoadSpec(path=str(local.path)), settings, {}, None)
-    embedding = EmbeddingOptions(
-        str(local.path),
-        settings.value("backend"),
-        settings.value("context") or 0,
-        settings.value("threads") or 0,
-        log_path=options.log_path,
-        planned_bytes=_Room(local, None, None).takes(None) + _EMBEDDING_BUFFERS_BYTES,
-        headroom_bytes=_headroom_bytes(settings),
-        hang_s=options.hang_s,
-    )
+def _pooled_plan(local: LocalModel, settings: Settings, use: Literal["embeds", "ranks"]) -> LoadPlan:
+    planned_bytes = _Room(local, None, None).takes(None) + _EMBEDDING_BUFFERS_BYTES
+    options, embedding = pooled_options(local, settings, planned_bytes)
     return LoadPlan(local.name, local, options, None, embedding, ranks=use == "ranks")

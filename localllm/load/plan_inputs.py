@@ -1,5 +1,4 @@
-"""What the planner is asked with: for files on this disk their header, this machine, what was measured and what was chosen; for
-`recommend` and `pull` a machine by its name, and what is known of it."""
+"""What the planner is asked with for files on this disk: their header, this machine, what was measured and what was chosen."""
 
 from __future__ import annotations
 
@@ -7,18 +6,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from localllm.device.types import Device
+    from localllm.library.catalog import OpenedModel
     from localllm.library.types import LocalModel
-    from localllm.load.drafter import ChosenDrafter
+    from localllm.load.companions import ChosenDrafter
     from localllm.planner.placing import OffloadOptions
     from localllm.planner.plan import Overrides
     from localllm.planner.quality import KvPrecision
     from localllm.planner.types import Plan, Workload
     from localllm.settings import Settings
     from localllm_catalog.catalog import Catalog
-    from localllm_catalog.types import Model, Purpose, Variant
+    from localllm_catalog.types import Model, Purpose
 
 
 # Below this a conversation is over before it began; a plan that can't have it does not fit.
@@ -51,19 +49,18 @@ class PlanInputs:
 
 
 def plan_inputs(
-    local: LocalModel, settings: Settings, purpose: Purpose = "chat", drafter: ChosenDrafter | None = None
+    opened: OpenedModel, catalog: Catalog, settings: Settings, purpose: Purpose, drafter: ChosenDrafter
 ) -> PlanInputs | None:
-    """What to plan `local` with on this machine; None where its header can't be read as a model (the engine then says what
-    is wrong with it). `drafter`: what drafts."""
+    """What to plan an opened model with on this machine; None where its header can't be read as a model. `drafter`: what
+    drafts."""
     from localllm.device.detect import detect, with_matrix_rates
-    from localllm.library.catalog import load_catalog
+    from localllm.library.catalog import open_model
     from localllm.load import measurements
     from localllm.planner import kernels
     from localllm.planner.plan import Overrides
     from localllm.planner.types import Workload
 
-    catalog = load_catalog()
-    model = described(local, catalog)
+    model = opened.model
     if model is None or not model.variants:
         return None
     device = detect()
@@ -75,12 +72,12 @@ def plan_inputs(
     overrides = Overrides(
         measured=measurements.for_planner(measurements.load(), device.name, {**catalog.by_id, model.id: model}),
         kv_type="" if kv_type == "auto" else kv_type,
-        kv_evidence=_kv_evidence(local),
+        kv_evidence=_kv_evidence(opened.local),
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
-        draft=drafter.mode if drafter is not None and drafter.found else settings.value("draft"),
-        draft_model=described(drafter.second, catalog) if drafter is not None and drafter.second is not None else None,
-        companion=drafter.companion if drafter is not None else None,
-        companion_found=drafter is not None and drafter.found,
+        draft=drafter.mode if drafter.found else settings.value("draft"),
+        draft_model=open_model(drafter.second, catalog).model if drafter.second is not None else None,
+        companion=drafter.companion,
+        companion_found=drafter.found,
         offload=_offload_here(settings, device),
     )
     workload = Workload(purpose, settings.value("context") or 0)
@@ -142,17 +139,6 @@ def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
     return asked
 
 
-def described(local: LocalModel, catalog: Catalog) -> Model | None:
-    """The Model of files on this disk, with one Variant whose bytes are the files' own; None if unreadable."""
-    from localllm.errors import ModelFileError
-    from localllm.library.catalog import read_model
-
-    try:
-        return read_model(local.path, known=catalog.recognise(local.name, local.path.name))
-    except ModelFileError:
-        return None
-
-
 def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     """What KV types were measured to cost on these very files."""
     from localllm import paths
@@ -165,90 +151,3 @@ def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
         return ()
     found = kv_evidence.read(kv_evidence.file_for(folder, fingerprint(local.path))).found
     return tuple(KvPrecision(f.k if f.k == f.v else f"{f.k}/{f.v}", f.mean_kl, f.flips) for f in found)
-
-
-def device_named(name: str | None, memory: float | None, bandwidth: float | None) -> Device:
-    """A machine by its name, or this one, as if it had other memory or bandwidth where they are given. Raises DeviceNotFoundError."""
-    from localllm.device.detect import detect
-    from localllm.device.named import overridden, resolve
-
-    if name is not None:
-        return resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
-    return overridden(detect(), memory_gb=memory, bandwidth_gbps=bandwidth)
-
-
-def machine_of(name: str | None, memory_gb: float | None, catalog: Catalog) -> tuple[Device, Overrides]:
-    """A machine (None: this one), with another memory where one is given, and what is known of speeds on it. Raises
-    DeviceNotFoundError."""
-    device = device_named(name, memory_gb, None)
-    return device, overrides_for(device, catalog)
-
-
-def overrides_for(device: Device, catalog: Catalog) -> Overrides:
-    """What is known of speeds on `device`, and which engines this installation has."""
-    from localllm.load import measurements
-    from localllm.planner.plan import Overrides
-    from localllm_backends import registry
-
-    own = [] if device.simulated else [r for r in measurements.load() if r.machine == device.name]
-    records = measurements.for_machine(device.name, own)
-    where = "here" if own else "by others"
-    measured = measurements.for_planner(records, device.name, catalog.by_id, where=where)
-    return Overrides(measured=measured, backends=registry.names())
-
-
-def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
-    """Those of `plans` in the quant asked for ("" = all). Raises ModelNotFoundError where this machine reads only others."""
-    from localllm.errors import ModelNotFoundError
-    from localllm.library.names import same_quant
-
-    found = [p for p in plans if not quant or same_quant(quant, p.variant.quant)]
-    if plans and not found:
-        listed = ", ".join(dict.fromkeys(p.variant.quant for p in plans))
-        raise ModelNotFoundError(
-            f"no engine for this machine reads {plans[0].model.name} in {quant}", hint=f"it reads {listed}"
-        )
-    return found
-
-
-def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
-    """How a variant is chosen for `ref`: only of a model of the catalog is enough known to plan by before it is fetched."""
-    from localllm.library.catalog import load_catalog
-
-    return best_variant if load_catalog().get(ref.partition(":")[0]) is not None else None
-
-
-def best_variant(model: Model) -> Variant:
-    """The variant of `model` that the planner would run here: the best that fits, else the smallest."""
-    from localllm.device.detect import detect
-    from localllm.errors import DoesNotFitError
-    from localllm.planner.plan import Overrides
-    from localllm.planner.recommend import variants_of
-    from localllm.planner.types import Workload
-    from localllm_backends import registry
-
-    plans = variants_of(detect(), model, Workload(), overrides=Overrides(backends=registry.names()))
-    if not plans:
-        raise DoesNotFitError(f"no engine installed here runs any published variant of {model.name}")
-    fitting = [p for p in plans if p.fits != "no"]
-    if not fitting:
-        least = min(p.memory.total_bytes for p in plans)
-        raise DoesNotFitError(
-            f"{model.name} needs at least {least / 1e9:.1f} GB, and this machine has "
-            f"{plans[0].memory.limit_bytes / 1e9:.1f} GB usable",
-            hint=f"name a variant to fetch it all the same: localllm pull {model.id}:{plans[0].variant.quant}",
-        )
-    return max(fitting, key=lambda p: (p.score, p.variant.quant)).variant
-
-
-def installed_names(plans: Sequence[Plan], catalog: Catalog) -> dict[tuple[str, str], str]:
-    """Names on this disk of the plans' models that are there, by id and quant."""
-    from localllm.library import store
-    from localllm.library.resolve import matching
-
-    there = store.scan()
-    found = {}
-    for key in {(p.model.id, p.variant.quant) for p in plans} if there else ():
-        if locals_ := matching(f"{key[0]}:{key[1]}", there, catalog=catalog):
-            found[key] = locals_[0].name
-    return found

@@ -12,7 +12,7 @@ from localllm.device.detect import detect
 from localllm.engine.worker import backends
 from localllm.errors import UnsupportedError
 from localllm.load.load_plan import load_plan_named
-from localllm.load.load_spec import load_spec, run_settings
+from localllm.load.options import load_spec, run_settings
 from localllm.planner.explain import explain
 from localllm.server.models.worker import ModelWorker
 from localllm.settings import Settings

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from localllm.cli.all_commands import app
 from localllm.library.catalog import load_catalog
-from localllm.load.plan_inputs import device_named
-from localllm.load.projector import image_readers
+from localllm.load.candidates import device_named, image_readers
 from localllm.planner import memory
 from localllm.planner.plan import Overrides, settings_for
 from localllm.planner.projector import listed_bytes

@@ -54,9 +54,9 @@ def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(monkeypatch: pyt
     """By the figure's own word, whatever its source is called."""
     from dataclasses import replace
 
-    from localllm.load import plan_inputs
+    from localllm.load import candidates
 
-    real = plan_inputs.machine_of
+    real = candidates.machine_of
     asked: list[object] = []
 
     def busy_at_first(*given: object, **more: object) -> object:
@@ -65,7 +65,7 @@ def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(monkeypatch: pyt
         figure = Figure(100.0, "measured", "a probe", busy=len(asked) == 1)
         return replace(device, bandwidth_gbps=figure), overrides
 
-    monkeypatch.setattr(plan_inputs, "machine_of", busy_at_first)
+    monkeypatch.setattr(candidates, "machine_of", busy_at_first)
     service = LocalModelService()
     assert "beside other load" in service.plan(APPLE).machine
     assert "beside other load" not in service.plan(APPLE).machine

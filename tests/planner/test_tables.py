@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localllm.device.named import resolve
-from localllm.load.load_spec import load_spec
+from localllm.load.options import load_spec
 from localllm.planner import memory, places, speed
 from localllm.planner.explain import explain
 from localllm.planner.plan import plan_for

@@ -19,7 +19,7 @@ from localllm.cli.serve.model_router import router_for
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
-from localllm.load.load_plan import load_plan_named, pooled_use
+from localllm.load.load_plan import load_plan_named
 from localllm.load.sharing import load_plans_together
 from localllm.server.models.router import ServedModel
 from localllm.settings import Settings
@@ -185,7 +185,7 @@ def test_what_the_header_says_decides(bert: Path, tiny_model: Path, tmp_path: Pa
     assert load.embedding is not None
     assert load.needs_bytes > bert.stat().st_size
     assert load_plan_named(str(tiny_model), Settings()).embedding is None
-    ranker = load_plan_named(str(write_bert(tmp_path / "ranker.gguf", pooling=4)), Settings()).local
-    assert pooled_use(ranker) == "ranks"
+    ranker = load_plan_named(str(write_bert(tmp_path / "ranker.gguf", pooling=4)), Settings())
+    assert ranker.ranks
     with pytest.raises(UsageError, match="makes embeddings, not text"), background_server(str(bert)):
         pass

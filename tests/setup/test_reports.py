@@ -20,7 +20,7 @@ from localllm.device.named import resolve
 from localllm.device.types import Device, Memory, Readings
 from localllm.engine.cache import eviction
 from localllm.engine.cache.store import KvStore
-from localllm.load.load_spec import load_spec
+from localllm.load.options import load_spec
 from localllm.planner.plan import plan_for, typical
 from localllm.planner.types import Plan, Workload
 from localllm.setup import builds, trial

@@ -39,7 +39,7 @@ class LocalModelService:
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
     def plan(self, request: PlanRequest) -> PlanList:
-        from localllm.load.plan_inputs import installed_names
+        from localllm.load.candidates import installed_names
         from localllm.planner import needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
@@ -73,7 +73,7 @@ class LocalModelService:
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         from localllm.library.describe import describe
-        from localllm.load.plan_inputs import of_quant
+        from localllm.load.candidates import of_quant
         from localllm.planner import recommend as planner
         from localllm.planner.explain import explain
 
@@ -112,7 +112,7 @@ class LocalModelService:
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
         from localllm.library.pull import pull
-        from localllm.load.plan_inputs import variant_choice
+        from localllm.load.candidates import variant_choice
 
         def hear(p: DownloadProgress) -> None:
             told(PullProgress(_DOING[p.state], p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s))
@@ -130,7 +130,7 @@ class LocalModelService:
         return self._catalog
 
     def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
-        from localllm.load.plan_inputs import machine_of
+        from localllm.load.candidates import machine_of
 
         key = (request.machine.strip(), request.memory_gb)
         if key in self._devices:

@@ -54,7 +54,7 @@ def info(
     """What a model is and where its files are; for one of the catalog that is not here, its variants."""
     from localllm.errors import ModelNotFoundError
     from localllm.library import names
-    from localllm.library.catalog import load_catalog
+    from localllm.library.catalog import load_catalog, open_model
     from localllm.library.resolve import resolve
 
     catalog = load_catalog()
@@ -66,9 +66,7 @@ def info(
         if known is None:
             raise
     else:
-        from localllm.load.plan_inputs import described
-
-        known = described(local, catalog) or catalog.recognise(local.name, local.repo)
+        known = open_model(local, catalog).model or catalog.recognise(local.name, local.repo)
     if as_json:
         print_json({"model": facts(known), "local": as_row(local) if local is not None else None})
         return

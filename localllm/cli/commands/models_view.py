@@ -108,7 +108,7 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
 
 
 def _model_facts(model: Model) -> list[tuple[str, str]]:
-    from localllm.load.projector import image_facts
+    from localllm.load.candidates import image_facts
     from localllm_catalog import shapes
 
     size = f"{model.params_total / 1e9:.2f} B parameters"

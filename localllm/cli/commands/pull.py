@@ -41,7 +41,7 @@ def pull(
     from localllm.formatting import byte_size
     from localllm.library.pull import pull as fetch
     from localllm.library.pull import pull_drafter
-    from localllm.load.plan_inputs import variant_choice
+    from localllm.load.candidates import variant_choice
     from localllm.settings import Settings
 
     no_network = bool(Settings({"offline": offline}).value("offline"))

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split
-from localllm.load.plan_inputs import (
-    check_offload,
-    device_named,
-    installed_names,
-    of_quant,
-    offload_options,
-    overrides_for,
-)
+from localllm.load.candidates import device_named, installed_names, of_quant, overrides_for
+from localllm.load.plan_inputs import check_offload, offload_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,9 +176,9 @@ class _PlanQuery:
     @property
     def models(self) -> Sequence[Model]:
         """Those that can be picked: where images are to be read, those that read them."""
-        from localllm.load import projector
+        from localllm.load import candidates
 
-        return projector.image_readers(self.catalog.models) if self.overrides.sees else self.catalog.models
+        return candidates.image_readers(self.catalog.models) if self.overrides.sees else self.catalog.models
 
     def answer(self, everything: bool) -> Recommendation:
         from localllm.planner import recommend as planner
@@ -196,12 +190,12 @@ class _PlanQuery:
 def _answer_for_model(question: _PlanQuery, model: Model, quant: str) -> None:
     """Every variant of one model, whether it fits or not."""
     from localllm.cli.recommend import answers
-    from localllm.load import projector
+    from localllm.load import candidates
     from localllm.planner import recommend as planner
 
     machine, workload, overrides, catalog = question.machine, question.workload, question.overrides, question.catalog
     if overrides.sees:
-        model = next(iter(projector.image_readers([model])), model)
+        model = next(iter(candidates.image_readers([model])), model)
     plans = of_quant(planner.variants_of(machine, model, workload, overrides=overrides), quant)
     best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
     if best is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.recommend import view
-from localllm.load.plan_inputs import device_named, overrides_for
+from localllm.load.candidates import device_named, overrides_for
 
 if TYPE_CHECKING:
     from localllm.device.types import Device

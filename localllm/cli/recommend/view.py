@@ -163,7 +163,7 @@ def _one_line(text: str, first: str, further: str) -> list[str]:
 
 def _blocks(plans: Sequence[Plan], installed: Installed, *, short: bool = False) -> list[str]:
     """The head, and each plan's row with its reason under it, in a `short` list on one line."""
-    from localllm.load.projector import image_facts
+    from localllm.load.candidates import image_facts
 
     head, rows = _rows(plans, installed)
     lines = ["", head] if plans else []

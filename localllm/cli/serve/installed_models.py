@@ -137,7 +137,7 @@ class LibraryStore:
 
     def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
         from localllm.library.pull import pull
-        from localllm.load.plan_inputs import variant_choice
+        from localllm.load.candidates import variant_choice
         from localllm.server.models.served import StoreProgress
 
         def hear(p: DownloadProgress) -> None:

@@ -1,0 +1,197 @@
+"""What a worker process is told: the backend's LoadSpec from a Plan, and the engine's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from localllm.load.plan_inputs import offload_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from localllm.engine.worker.client import WorkerOptions
+    from localllm.engine.worker.embedding import EmbeddingOptions
+    from localllm.library.types import LocalModel
+    from localllm.load.companions import ChosenDrafter, ImageProjector
+    from localllm.planner.types import Plan, RunSettings
+    from localllm.settings import Settings
+    from localllm_backends.contract import KvType, LoadSpec
+
+# A context that nobody planned or chose, where other machines take layers too.
+_UNPLANNED_CONTEXT = 8192
+
+
+def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
+    """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with the reason, what it
+    can't do); without a plan the backend's defaults."""
+    from localllm.planner.types import DraftChoice, RunSettings
+
+    if plan is not None:
+        run = plan.settings
+    else:
+        slots, drafter = max(1, int(settings.value("parallel"))), DraftChoice(settings.value("draft"))
+        run = RunSettings(n_ctx=0, slots=slots, n_batch=0, n_outputs=0, drafter=drafter)
+        run = offload_options(settings).applied_to(run)
+    if settings.value("context"):
+        run = replace(run, n_ctx=settings.value("context"))
+    kv_type = settings.value("kv_type")
+    return run if kv_type == "auto" else run.with_kv_type(kv_type)
+
+
+def load_spec(path: str, run: RunSettings, *, n_threads: int = 0, n_mtp_layers: int = 0) -> LoadSpec:
+    """What a backend is told to load, from how the model is to be run: the one place that makes one from the other.
+    `n_mtp_layers`: draft heads in the file, which llama.cpp counts as layers behind the model's own."""
+    from localllm_backends.contract import LoadSpec
+
+    placement = replace(run.placement, gpu_layers=_with_heads(run.placement.gpu_layers, n_mtp_layers))
+    return LoadSpec(
+        path=path,
+        n_ctx=run.n_ctx,
+        n_seq_max=run.slots,
+        n_batch=run.n_batch,
+        n_threads=n_threads,
+        kv_type_k=cast("KvType", run.kv_type_k),
+        kv_type_v=cast("KvType", run.kv_type_v),
+        flash_attention=run.flash_attention,
+        n_outputs=run.n_outputs,
+        n_rewind=run.n_rewind,
+        mtp=run.drafter.is_mtp,
+        drafter=run.drafter.companion.path if run.drafter.companion is not None else "",
+        drafter_optional=run.drafter.optional,
+        placement=placement,
+    )
+
+
+def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
+    """What runs `plan`, or the file at `path` without one, by `settings`."""
+    heads = plan.model.mtp_layers if plan is not None and plan.variant.mtp_bytes else 0
+    threads = settings.value("threads") or 0
+    spec = load_spec(path, run_settings(plan, settings), n_threads=threads, n_mtp_layers=heads)
+    spec = replace(spec, wired=bool(settings.value("wired")), looks_ahead=settings.value("power") >= 100)
+    return _over_machines(spec, settings, heads) if settings.value("workers") else spec
+
+
+def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
+    """`spec` with layers on other machines: all of them on those and this one's accelerators, unless --gpu-layers says
+    how many. A context that nobody planned or chose is no larger than one that is shared."""
+    asked = offload_options(settings)
+    # A split that was planned is of this machine's GPUs alone.
+    placement = replace(
+        spec.placement,
+        gpu_layers=-1 if asked.gpu_layers is None else _with_heads(asked.gpu_layers, heads),
+        workers=tuple(settings.value("workers")),
+        tensor_split=tuple(asked.tensor_split or ()),
+        cards=(),
+    )
+    return replace(spec, placement=placement, n_ctx=spec.n_ctx or _UNPLANNED_CONTEXT)
+
+
+def _with_heads(gpu_layers: int, heads: int) -> int:
+    return gpu_layers + heads if gpu_layers > 0 else gpu_layers
+
+
+# -- the worker's options ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryShare:
+    """What a model takes of this machine's memory, as planned, and how many models share that for cached prefixes."""
+
+    planned_bytes: int
+    models: int = 1
+
+
+def worker_options(
+    local: LocalModel,
+    plan: Plan | None,
+    settings: Settings,
+    drafter: ChosenDrafter,
+    projector: ImageProjector,
+    share: MemoryShare,
+) -> WorkerOptions:
+    """What runs `plan`, or the files alone where there is none, with what is loaded beside them."""
+    from localllm.engine.worker.client import WorkerOptions
+
+    spec = spec_of(str(local.path), plan, settings)
+    if drafter.companion is not None and plan is None:
+        spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
+    if projector.file is not None:
+        spec = replace(spec, projector=str(projector.file))
+    return WorkerOptions(
+        spec,
+        settings.value("backend"),
+        _engine_settings(local, settings, drafter.mode, share),
+        str(drafter.second.path) if drafter.second is not None else None,
+        _worker_log(),
+        60.0 * settings.value("hang_min"),
+    )
+
+
+def pooled_options(local: LocalModel, settings: Settings, planned_bytes: int) -> tuple[WorkerOptions, EmbeddingOptions]:
+    """What runs an embedding model or a reranker, which have no Plan."""
+    from localllm.engine.worker.client import WorkerOptions
+    from localllm.engine.worker.embedding import EmbeddingOptions
+    from localllm_backends.contract import LoadSpec
+
+    path, backend, hang_s = str(local.path), settings.value("backend"), 60.0 * settings.value("hang_min")
+    options = WorkerOptions(LoadSpec(path=path), backend, {}, None, _worker_log(), hang_s)
+    embedding = EmbeddingOptions(
+        path,
+        backend,
+        settings.value("context") or 0,
+        settings.value("threads") or 0,
+        log_path=options.log_path,
+        planned_bytes=planned_bytes,
+        headroom_bytes=headroom_bytes(settings),
+        hang_s=hang_s,
+    )
+    return options, embedding
+
+
+def _worker_log() -> Path | None:
+    """Where workers write what goes wrong; None on a full or read-only disk, where they run without."""
+    from localllm import paths
+
+    try:
+        log = paths.private_dir(paths.log_dir()) / "worker.log"
+        log.touch()
+    except OSError:
+        return None
+    return log
+
+
+def _engine_settings(local: LocalModel, settings: Settings, draft: str, share: MemoryShare) -> dict[str, object]:
+    """Values of engine.core.EngineSettings that survive JSON."""
+    from localllm import paths
+
+    return {
+        "draft": draft,
+        "cache_bytes": _cache_bytes(settings) // share.models,
+        "disk_dir": str(paths.prefixes_dir()),
+        "disk_bytes": int(settings.value("cache_disk_gb") * 1e9),
+        "disk_free_bytes": int(settings.value("cache_disk_free_gb") * 1e9),
+        "disk_daily_bytes": int(settings.value("cache_disk_daily_gb") * 1e9),
+        "model_name": local.name,
+        "kv_evidence_dir": str(paths.kv_evidence_dir()),
+        "planned_bytes": share.planned_bytes,
+        "headroom_bytes": headroom_bytes(settings),
+        "yields_threads": not settings.value("threads"),
+        "gap_s": settings.value("gap_ms") / 1e3,
+        "power": settings.value("power") / 100,
+    }
+
+
+def _cache_bytes(settings: Settings) -> int:
+    """Memory for cached prefixes: what was asked for, else an eighth of what is available now, at most 8 GiB."""
+    from localllm.memory.system import SystemMemory
+
+    asked = settings.value("cache_ram_gb")
+    if asked is not None:
+        return int(asked * 1e9)
+    return min(8 * 2**30, (SystemMemory().available_bytes() or 0) // 8)
+
+
+def headroom_bytes(settings: Settings) -> int | None:
+    asked = settings.value("memory_headroom_gb")
+    return None if asked is None else int(asked * 1e9)
