@@ -7,15 +7,15 @@ objects, lists and plain values are rules; what else a schema says of a value st
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain, combinations, product
 from typing import Any
 
+from localllm.grammars.endings import reachable, with_ends
 from localllm.grammars.members import OBJECT, all_taken, as_name, both_of, kinds_of, merged, name_matches, overlap
 from localllm.grammars.schema_words import empty
-from localllm.grammars.translator import IN_ORDER, INERT, LARGEST, NAMED
+from localllm.grammars.translator import IN_ORDER
 from localllm.grammars.values import picked, without_endless
 
 # Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
@@ -41,13 +41,9 @@ _MOST_FREE = 64
 _MOST_ITEMS = 200
 # Alternatives of an object, and how deep they may lie.
 _MOST_WAYS = 40
-# Of a number with bounds, which llguidance writes without an exponent.
-_FINEST = 1e-9
 _MOST_NESTED = 8
 # How long pieces are asked whether anything matches them; one that nothing does is a mistake of the whole from then on.
 _ASKING_S = 1.0
-# A class of letters in an expression, behind anything escaped.
-_CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])+)\]", re.DOTALL)
 _SCALARS = (str, int, float, bool, type(None))
 ANY_ORDER = "x-any-order"
 """In a schema within Lark: members of its objects come as the model orders them."""
@@ -244,13 +240,13 @@ class JsonRules:
 
     def _other(self, schema: Any) -> str:
         """A rule that is a schema of llguidance's, with what it refers to."""
-        needed = _reached(schema, self._definitions)
+        needed = reachable(schema, self._definitions)
         whole = {"allOf": [schema]} if isinstance(schema, bool) else dict(schema)
         whole = {**whole, **({"$defs": needed} if needed else {})}
         said = json.dumps(whole)
         exact = any(f'"{word}"' in said for word in ("multipleOf", "enum", "const", "integer"))
         for finest in (False,) if exact else (True, False):  # some bounds leave no number with so many digits
-            ending = _ending(whole, finest=finest)
+            ending = with_ends(whole, finest=finest)
             text = json.dumps({"x-guidance": {"whitespace_pattern": SPACE}, **ending})
             if text in self._named or time.monotonic() > self._until or not empty(ending):
                 break
@@ -401,71 +397,3 @@ def _speaking_of(schema: Mapping[str, Any], kind: str) -> Any:
         return {**{w: v for w, v in schema.items() if w not in skipped}, "type": kind}
     object_words = {"patternProperties", "minProperties", "maxProperties", "prefixItems"}
     return {**{w: v for w, v in schema.items() if w in words | _ANY_WORDS | object_words}, "type": kind}
-
-
-def _ending(schema: Any, *, finest: bool) -> Any:
-    """`schema` whose numbers have an end; `finest`: with so many digits behind the point and no more, which
-    llguidance does not hold beside integers and other multiples."""
-    if isinstance(schema, list):
-        return [_ending(inner, finest=finest) for inner in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out: dict[str, Any] = {}
-    for word, said in schema.items():
-        if word == "patternProperties":
-            out[word] = {_escapable(name): _ending(inner, finest=finest) for name, inner in said.items()}
-        elif word in NAMED:
-            out[word] = {name: _ending(inner, finest=finest) for name, inner in said.items()}
-        elif word == "pattern":
-            out[word] = _escapable(said)
-        else:
-            out[word] = said if word in INERT else _ending(said, finest=finest)
-    _bound(out, finest=finest)
-    return out
-
-
-def _bound(schema: dict[str, Any], *, finest: bool) -> None:
-    """Give numbers that have a bound, and integers, the other one too."""
-    kinds = schema.get("type", ())
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    bounded = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & set(schema)
-    if "integer" not in kinds and not ("number" in kinds and bounded):
-        return
-    if not {"minimum", "exclusiveMinimum"} & bounded:
-        schema["minimum"] = -LARGEST
-    if not {"maximum", "exclusiveMaximum"} & bounded:
-        schema["maximum"] = LARGEST
-    if "number" in kinds and finest:
-        schema.setdefault("multipleOf", _FINEST)
-
-
-def _escapable(pattern: str) -> str:
-    r"""`pattern` without form feeds in classes of what a letter is not: a class that has all of \b \t \n \f \r is to llguidance
-    one that has \ and " as well (1.9.1)."""
-
-    def narrowed(found: re.Match[str]) -> str:
-        if found[1] is None or not (found[1] or r"\x0" in found[2] or r"\u00" in found[2]):
-            return found[0]
-        return f"[^{found[2]}\\f]" if found[1] else f"[{found[2]}--\\f]"
-
-    return _CLASS.sub(narrowed, pattern)
-
-
-def _reached(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The definitions that `schema` leads to."""
-    found: dict[str, Any] = {}
-    left = [schema]
-    while left:
-        node = left.pop()
-        if isinstance(node, list):
-            left += node
-        elif isinstance(node, dict):
-            reference = node.get("$ref")
-            if isinstance(reference, str):
-                name = reference.removeprefix("#/$defs/")
-                if name not in found:
-                    found[name] = definitions.get(name, True)
-                    left.append(found[name])
-            for word, inner in node.items():
-                left += inner.values() if word in NAMED else [] if word in INERT else [inner]
-    return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urljoin
 
+from localllm.grammars.formats import EXPRESSIONS, FORMATS
 from localllm.grammars.member_names import (
     Schema,
     described_by,
@@ -27,26 +28,6 @@ IN_ORDER = "x-in-order"
 INERT = frozenset({"const", "enum", "default", "examples", "example"})
 # Where schemas stand under names of the author's choosing.
 NAMED = frozenset({"properties", "patternProperties", "$defs"})
-# llguidance's, of which the others are annotations, as the specification has them all (draft 2020-12, validation 7.2.1).
-_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-# Those of the specification's others that an expression can hold, if not to the letter.
-_TOKEN = r"(?:~[01]|[^~/])*"
-_CLASS = r"\[\^?(?:a-z|A-Z|0-9|[\w .,:;@#%&=+*?(){}|<>!~$'\"`/]|\\[\w.*+?^$|()\[\]{}/\\-])+-?\]"
-_PLAIN = r"[^\\\[\](){}*+?|^$]|\\[dDwWsS.*+?^$|()\[\]{}/\\-]"
-_TIMES = r"(?:[*+?]|\{(?:[0-9]{1,3},?|[0-9],[1-9][0-9]{1,2})\})?\??"
-_ATOM = rf"(?:(?:{_PLAIN}|{_CLASS}){_TIMES}|[\^$|])"
-_URI = r"[\w.~@!$&'()*+,;=-]|%[0-9a-fA-F]{2}"
-_EXPRESSIONS = {
-    "json-pointer": f"^(?:/{_TOKEN})*$",
-    "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|(?:/{_TOKEN})*)$",
-    "uri-reference": rf"^(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?:{_URI})*(?:[/?#](?:{_URI}|[:/?#])*)?$",
-    "iri": r'^[A-Za-z][A-Za-z0-9+.-]*:[^\s<>"{}|\\^`]*$',
-    "iri-reference": r'^[^\s<>"{}|\\^`]*$',
-    "uri-template": r"^(?:[^\x00-\x20\"'%<>\\^`{|}]|%[0-9a-fA-F]{2}|\{[+#./;?&=,!@|]?[\w.%,*:]+\})*$",
-    "idn-hostname": r"^[^\s.@/]{1,63}(?:\.[^\s.@/]{1,63})*$",
-    "idn-email": r"^[^\s@]+@[^\s@]+$",
-    "regex": rf"^(?:{_ATOM}|\((?:\?:)?{_ATOM}*\)(?:[*+?]\??)?)*$",
-}
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 _WITHOUT_PREFIX_ITEMS = (*_OLD_DRAFTS, "2019-09")
 # Words that ask for something no grammar here keeps.
@@ -284,10 +265,10 @@ class Translator:
     def _texts(self, node: Mapping[str, Any], out: dict[str, Any], more: list[Schema]) -> None:
         self._counts(node, out, _COUNTS[:2])
         kind = node.get("format")
-        if isinstance(kind, str) and kind in _FORMATS:
+        if isinstance(kind, str) and kind in FORMATS:
             out["format"] = kind
-        elif isinstance(kind, str) and kind in _EXPRESSIONS:
-            more.append({"pattern": _EXPRESSIONS[kind]})
+        elif isinstance(kind, str) and kind in EXPRESSIONS:
+            more.append({"pattern": EXPRESSIONS[kind]})
         if "pattern" in node:
             if isinstance(node["pattern"], str) and not _BEYOND_REGULAR.search(node["pattern"]):
                 out["pattern"] = node["pattern"]
