@@ -12,6 +12,7 @@ from localllm.memory.verdict import Part, verdict
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
+    from localllm.planner.types import Plan
     from localllm.settings import Settings
     from localllm_catalog.types import Purpose
 
@@ -38,15 +39,23 @@ def load_plans_together(
     for i, load in enumerate(alone[1:], 1):
         if load.fills_in:
             alone[i] = planned(i, each[i], "autocomplete")
-    free = [i for i, load in enumerate(alone) if load.plan is not None and each[i]["context"].automatic]
     if len(alone) == 1:
         return alone
     device = detect()
     alone = on_cards_of_their_own(alone, device)
-    if not free or _fit_apart(alone, device):
-        return alone
+    return alone if _fit_apart(alone, device) else _with_shorter_contexts(alone, each, planned)
+
+
+def _with_shorter_contexts(
+    alone: list[LoadPlan], settings: Sequence[Settings], planned: Callable[[int, Settings, Purpose], LoadPlan]
+) -> list[LoadPlan]:
+    """`alone` with contexts nobody chose halved, the largest first, until all fit; as they were where that is not enough."""
     _, available = memory_for_models()
-    limit = min(available(), *(load.plan.memory.limit_bytes for load in alone if load.plan is not None))
+    free = [i for i, load in enumerate(alone) if load.plan is not None and settings[i]["context"].automatic]
+    limits = [load.plan.memory.limit_bytes for load in alone if load.plan is not None]
+    if not free:
+        return alone
+    limit = min(available(), *limits)
     shared = list(alone)
     while sum(load.needs_bytes for load in shared) > limit:
         at = max(free, key=lambda i: shared[i].options.spec.n_ctx)
@@ -54,7 +63,7 @@ def load_plans_together(
         if smaller < LEAST_SHARED_CONTEXT:
             return alone
         purpose: Purpose = "autocomplete" if at and shared[at].fills_in else "coding"
-        lowered = planned(at, each[at].lowered("context", smaller), purpose)
+        lowered = planned(at, settings[at].lowered("context", smaller), purpose)
         if lowered.options.spec.n_ctx >= shared[at].options.spec.n_ctx:
             return alone
         shared[at] = lowered
@@ -70,16 +79,19 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
     for load in loads:
         cards = load.plan.settings.placement.cards if load.plan is not None else ()
         if load.plan is not None and len(cards) == 1 and load.needs_bytes > left.get(cards[0], load.needs_bytes):
-            roomy = [n for n in sorted(left, key=lambda n: -rates[n]) if load.needs_bytes <= left[n]]
-            cards = (roomy[0],) if roomy else cards
-            run = load.plan.settings.placed(cards=cards)
-            spec = load.options.spec
-            options = replace(load.options, spec=replace(spec, placement=replace(spec.placement, cards=cards)))
-            load = replace(load, options=options, plan=replace(load.plan, settings=run))
+            fitting = [number for number, free_bytes in left.items() if load.needs_bytes <= free_bytes]
+            cards = (max(fitting, key=rates.__getitem__),) if fitting else cards
+            load = _on_cards(load, load.plan, cards)
         for number in cards or left:
             left[number] = left.get(number, 0) - load.needs_bytes // len(cards or left)
         placed.append(load)
     return placed
+
+
+def _on_cards(load: LoadPlan, plan: Plan, cards: tuple[int, ...]) -> LoadPlan:
+    spec = load.options.spec
+    options = replace(load.options, spec=replace(spec, placement=replace(spec.placement, cards=cards)))
+    return replace(load, options=options, plan=replace(plan, settings=plan.settings.placed(cards=cards)))
 
 
 def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:
