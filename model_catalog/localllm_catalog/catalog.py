@@ -90,7 +90,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 # What a user's file may say: text where text is meant, and in numbers nothing negative, of these at least one, and no
-# more than real models have (a header is held to the same: from_gguf.py).
+# more than real models have (a header is held to the same: gguf_facts.py).
 _TEXT = frozenset({
     "name", "hf_repo", "licence", "release_date", "architecture", "tokenizer", "tokenizer_pre", "notes", "params_note", "kind",
     "repo", "quant", "file", "mmproj", "source",

@@ -1,7 +1,6 @@
 """Makes a Model of any GGUF header: layer kinds as llama.cpp derives them, bytes per tensor as the file states them.
 
-The rules per architecture (architectures.py) are llama.cpp's. A header is untrusted: every number taken from it is
-bounded before it is used.
+The rules per architecture (architectures.py) are llama.cpp's; every number is one of gguf_facts.py, and so bounded.
 """
 
 from __future__ import annotations
@@ -12,15 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from localllm_catalog import architectures, kinds, stated
-from localllm_catalog.errors import BadHeaderError
-from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
+from localllm_catalog import architectures, stated
+from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo
+from localllm_catalog.gguf_facts import MAX_TOKENS, Facts
 from localllm_catalog.names import Format, quant_of, shown
 from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
-
-MAX_LAYERS = 2_048
-_MAX_WIDTH = 1 << 24
-_MAX_TOKENS = 1 << 40
 
 
 def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None = None) -> Model:
@@ -31,7 +26,7 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
     one) lends what a header cannot say (id, drafts, quality), and its sampling goes before the header's. Raises
     BadHeaderError where the header contradicts itself or is not of a language model.
     """
-    facts = _Facts(header)
+    facts = Facts(header)
     blocks = _blocks(header, facts.n_layers)
     layers = tuple(_layer(facts, blocks, index) for index in range(facts.n_layers))
     variant = _variant(header, facts, blocks, repo)
@@ -48,169 +43,6 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
         shape_warning=model.shape_warning,
         sampling=stated.sampling_over(known.sampling, model.sampling),
     )
-
-
-# Ollama's own engine has its own names and keeps what sees, hears and drafts in the model's file, where llama.cpp wants
-# other files (https://github.com/ollama/ollama convert/, https://github.com/ggml-org/llama.cpp/issues/12367).
-_OLLAMAS_NAMES = frozenset({"gptoss", "mllama", "qwen25vl"})
-_OLLAMAS_TENSORS = ("v.", "mm.", "mtp.", "a.", "s.")
-_NOT_OURS = "run it with Ollama, or fetch a GGUF file of the model from the hub (`localllm recommend` names some)"
-
-
-def _ollamas_own(header: GgufHeader) -> str:
-    """What of a header is laid out as Ollama alone does, "" for one that is llama.cpp's."""
-    arch = header.architecture
-    if arch in _OLLAMAS_NAMES:
-        return f"the architecture {arch!r}"
-    inside = next((t.name for t in header.tensors if t.name.startswith(_OLLAMAS_TENSORS)), "")
-    if inside:
-        return f"{inside} beside the language model's tensors"
-    sections = header.metadata.get(f"{arch}.rope.dimension_sections")
-    if isinstance(sections, tuple) and len(sections) == 3:
-        return f"{len(sections)} rope sections where llama.cpp has 4"
-    return ""
-
-
-class _Facts:
-    """The numbers of one header, bounded, with llama.cpp's defaults."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self.header = header
-        self.arch = header.architecture
-        self.kind = kinds.of_header(header.metadata, len(header.tensors))
-        if self.kind not in kinds.MODELS:
-            what, instead = kinds.WORDS[self.kind]
-            raise BadHeaderError(f"this GGUF is {what}, not a language model", instead)
-        if not self.arch:
-            raise BadHeaderError(
-                "this GGUF does not say what model it is (general.architecture)", "get another file of it"
-            )
-        foreign = _ollamas_own(header)
-        if foreign:
-            raise BadHeaderError(
-                f"this file is in Ollama's own layout ({foreign}), which llama.cpp does not read", _NOT_OURS
-            )
-        self.tied = all(tensor.name != "output.weight" for tensor in header.tensors)
-        self.n_blocks = self.number("block_count", maximum=MAX_LAYERS, minimum=1)
-        self.n_mtp = self.number("nextn_predict_layers", 0, maximum=self.n_blocks - 1)
-        self.n_layers = self.n_blocks - self.n_mtp
-        self.hidden = self.number("embedding_length", minimum=1)
-        self.heads = self.per_layer("attention.head_count", 0)
-        self.kv_heads = self.per_layer("attention.head_count_kv", self.heads)
-        self.ffn = self.per_layer("feed_forward_length", 0)
-        first = next((heads for heads in self.heads if heads), 1)
-        self.head_dim_k = self.number("attention.key_length", self.hidden // first)
-        self.head_dim_v = self.number("attention.value_length", self.hidden // first)
-
-    def value(self, name: str) -> Value | None:
-        """The raw value under this architecture's prefix."""
-        return self.header.metadata.get(f"{self.arch}.{name}")
-
-    def number(self, name: str, default: int | None = None, *, minimum: int = 0, maximum: int = _MAX_WIDTH) -> int:
-        """A whole number within bounds; BadHeaderError where it is missing without a default, or absurd."""
-        value = self.value(name)
-        if isinstance(value, tuple) and value:  # some converters write one number per layer where one would do
-            value = value[0]
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise BadHeaderError(f"{self.arch}.{name} is {value!r}, not a number from {minimum} to {maximum}")
-        return value
-
-    def per_layer(self, name: str, default: int | list[int]) -> list[int]:
-        """One number per block, whether the file states one for all or an array."""
-        value = self.value(name)
-        if isinstance(value, SkippedArray):
-            raise BadHeaderError(f"{self.arch}.{name} has {value.count} elements for {self.n_blocks} blocks")
-        if isinstance(value, tuple):
-            numbers = [item for item in value if isinstance(item, int) and 0 <= item <= _MAX_WIDTH]
-            if len(numbers) != len(value) or len(numbers) < self.n_layers:
-                raise BadHeaderError(f"{self.arch}.{name} does not hold {self.n_layers} plain numbers")
-            return [int(number) for number in numbers] + [0] * (self.n_blocks - len(numbers))
-        if value is None:
-            return default if isinstance(default, list) else [default] * self.n_blocks
-        return [self.number(name)] * self.n_blocks
-
-    def is_sliding(self, index: int) -> bool:
-        """Whether llama.cpp gives this layer the windowed cache."""
-        if not self.window:
-            return False
-        pattern = self.value("attention.sliding_window_pattern")
-        if isinstance(pattern, tuple):
-            return index < len(pattern) and bool(pattern[index])
-        if self.arch not in architectures.SLIDING:
-            return False
-        period, first_is_full, _ = architectures.SLIDING[self.arch]
-        if self.arch == "exaone4" and self.n_layers != 64:
-            return False
-        period = self.number("attention.sliding_window_pattern", period, maximum=MAX_LAYERS)
-        if not period:
-            return True
-        return index % period != 0 if first_is_full else index % period < period - 1
-
-    @property
-    def window(self) -> int:
-        """Tokens a sliding layer sees; 0 where this architecture has none."""
-        stated = isinstance(self.value("attention.sliding_window_pattern"), tuple)
-        if self.arch not in architectures.SLIDING and not (stated or self.arch in architectures.SLIDING_STATED):
-            return 0
-        window = self.number(
-            "attention.sliding_window", architectures.SLIDING.get(self.arch, (0, False, 0))[2], maximum=_MAX_TOKENS
-        )
-        return 8192 if self.arch == "llama4" and window else window
-
-    def is_recurrent(self, index: int) -> bool:
-        """Whether this layer keeps a fixed state instead of (Falcon-H1: beside) a growing cache."""
-        stated = self.value("attention.recurrent_layers")
-        if isinstance(stated, tuple):
-            return index < len(stated) and bool(stated[index])
-        if self.arch in architectures.ALL_RECURRENT:
-            return True
-        if self.arch in architectures.FULL_EVERY:
-            every = self.number("full_attention_interval", architectures.FULL_EVERY[self.arch], minimum=1)
-            return (index + 1) % every != 0
-        if self.arch in architectures.SPLIT_BLOCKS:
-            return self.kv_heads[index] == 0 and self.ffn[index] == 0
-        return self.arch in architectures.ZERO_HEADS_RECUR and self.kv_heads[index] == 0
-
-    def state_elements(self) -> int:
-        """float32 elements one recurrent layer holds per sequence (llama-hparams.cpp, n_embd_r + n_embd_s)."""
-        heads = max(self.heads, default=0)
-        wkv, cached = self.number("wkv.head_size", 0), self.number("shortconv.l_cache", 0)
-        if wkv:
-            return self.hidden * (self.number("token_shift_count", 2) + wkv)
-        if cached:
-            return self.hidden * (cached - 1)
-        conv, kda = self.number("ssm.conv_kernel", 0), self.number("kda.head_dim", 0)
-        if kda:
-            return 3 * ((conv or 4) - 1) * heads * kda + kda * kda * heads
-        if self.arch == "minimax-01":
-            return self.head_dim_k * self.head_dim_k * heads
-        inner, state = self.number("ssm.inner_size", 0), self.number("ssm.state_size", 0)
-        groups = self.number("ssm.group_count", 0)
-        return max(0, conv - 1) * (inner + 2 * groups * state) + state * inner
-
-    def table_state_elements(self, index: int) -> int:
-        """Elements a layer holds more that reads n-gram tables: the history of its dilated convolution (qwen4exp)."""
-        layers = self.value("ple.layers")
-        if not isinstance(layers, tuple) or index not in layers:
-            return 0
-        rows = max(0, self.number("ple.conv_kernel", 0) - 1) * self.number("ple.ngram_size", 0)
-        return rows * self.hidden * self.number("hyper_connection.count", 1)
-
-    def index_elements(self, index: int) -> int:
-        """Elements per token that a sparse attention's indexer keeps on this layer: its key, and what keys are pooled into.
-        (llama.cpp's llama-memory-hybrid-idx.cpp: key, gate and pooled key side by side; llama-kv-cache-dsa.cpp, -msa.cpp: a key.)
-        """
-        own = self.value("attention.indexer.types")
-        dense = self.number("leading_dense_block_count", 0) if self.arch in architectures.NO_INDEX_WHERE_DENSE else 0
-        if index < dense or (isinstance(own, tuple) and not any(own[index : index + 1])):
-            return 0
-        return architectures.INDEX_ROWS.get(self.arch, 0) * self.number("attention.indexer.key_length", 0)
-
-    def lookup_rows(self) -> int:
-        """Rows of the looked-up tables a token reads: one, or one of every hashed head."""
-        return max(1, (self.number("ple.ngram_size", 0) - 1) * self.number("ple.heads_per_ngram", 0))
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------
@@ -253,7 +85,7 @@ def _blocks(header: GgufHeader, n_layers: int) -> list[_Block]:
     return [_Block(grouped.get(index, {})) for index in range(n_layers)]
 
 
-def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
+def _layer(facts: Facts, blocks: list[_Block], index: int) -> Layer:
     block = blocks[index]
     ffn = _ffn_kind(block)
     kind = _kind(facts, index)
@@ -303,7 +135,7 @@ def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
     )
 
 
-def _compressed_layer(facts: _Facts, block: _Block, index: int) -> Layer:
+def _compressed_layer(facts: Facts, block: _Block, index: int) -> Layer:
     """DeepSeek V4: one latent row, key and value at once, of every 4th or 128th token, or of the last ones only.
 
     The last 128 tokens, which the others keep too, and what they are compressed from are left out: 43 layers' come to
@@ -317,7 +149,7 @@ def _compressed_layer(facts: _Facts, block: _Block, index: int) -> Layer:
         head_dim_k=row,
         window=0
         if ratio
-        else facts.number("attention.sliding_window", architectures.COMPRESSED_WINDOW, maximum=_MAX_TOKENS),
+        else facts.number("attention.sliding_window", architectures.COMPRESSED_WINDOW, maximum=MAX_TOKENS),
         ffn=_ffn_kind(block),
         intermediate=facts.ffn[index],
         n_heads=facts.heads[index],
@@ -331,7 +163,7 @@ def _compressed_layer(facts: _Facts, block: _Block, index: int) -> Layer:
     )
 
 
-def _kind(facts: _Facts, index: int) -> LayerKind:
+def _kind(facts: Facts, index: int) -> LayerKind:
     if facts.arch in architectures.NO_CACHE:
         return "none"
     if facts.is_recurrent(index):
@@ -354,7 +186,7 @@ def _ffn_kind(block: _Block) -> FfnKind:
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
-def _experts(facts: _Facts, blocks: list[_Block]) -> Experts | None:
+def _experts(facts: Facts, blocks: list[_Block]) -> Experts | None:
     count = facts.number("expert_count", 0)
     if not count:
         return None
@@ -376,14 +208,14 @@ def _place(name: str, n_layers: int) -> str:
     return "input" if name in _INPUT_TENSORS else "output"
 
 
-def _streamed(header: GgufHeader, facts: _Facts) -> list[TensorInfo]:
+def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
     """The tensors that every token's step reads (of experts a part): no MTP blocks, and no table that is looked up by rows but
     the one that is the output matrix too."""
     looked_up = {"per_layer_token_embd.weight"} | (set() if facts.tied else {"token_embd.weight"})
     return [t for t in header.tensors if t.name not in looked_up and _place(t.name, facts.n_layers) != "mtp"]
 
 
-def _variant(header: GgufHeader, facts: _Facts, blocks: list[_Block], repo: str) -> Variant:
+def _variant(header: GgufHeader, facts: Facts, blocks: list[_Block], repo: str) -> Variant:
     count = facts.number("expert_count", 0)
     used = facts.per_layer("expert_used_count", 0)
     share = min(1.0, sum(used[: facts.n_layers]) / facts.n_layers / count) if count else 1.0
@@ -424,7 +256,7 @@ def _main_type(header: GgufHeader) -> str:
     return max(n_bytes, key=lambda name: n_bytes[name], default="unknown")
 
 
-def _vocabulary(header: GgufHeader, facts: _Facts) -> int:
+def _vocabulary(header: GgufHeader, facts: Facts) -> int:
     embedding = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
     if embedding is not None and len(embedding.shape) == 2:
         return embedding.shape[1]
@@ -435,7 +267,7 @@ def _vocabulary(header: GgufHeader, facts: _Facts) -> int:
 
 
 def _model(
-    header: GgufHeader, facts: _Facts, layers: tuple[Layer, ...], variant: Variant, blocks: list[_Block]
+    header: GgufHeader, facts: Facts, layers: tuple[Layer, ...], variant: Variant, blocks: list[_Block]
 ) -> Model:
     name = shown(header.text("general.name") or header.text("general.basename") or PurePosixPath(header.files[0]).stem)
     template = header.text("tokenizer.chat_template")
@@ -457,7 +289,7 @@ def _model(
         n_heads=max(facts.heads, default=0),
         head_dim=facts.head_dim_k,
         vocab_size=_vocabulary(header, facts),
-        native_context=facts.number("context_length", 0, maximum=_MAX_TOKENS),
+        native_context=facts.number("context_length", 0, maximum=MAX_TOKENS),
         tied_embeddings=facts.tied,
         experts=experts,
         architecture=describe(layers, experts),
@@ -483,7 +315,7 @@ def _model(
     )
 
 
-def _active_params(header: GgufHeader, facts: _Facts, experts: Experts | None) -> int:
+def _active_params(header: GgufHeader, facts: Facts, experts: Experts | None) -> int:
     of, used = (experts.n_experts, experts.n_active) if experts is not None else (1, 1)
     counts = (t.n_elements * used // of if t.is_expert else t.n_elements for t in _streamed(header, facts))
     return sum(counts)

@@ -14,7 +14,8 @@ from typing import Any
 from localllm_catalog import config_defaults, shapes, stated
 from localllm_catalog.build import build_layers
 from localllm_catalog.errors import BadHeaderError, CatalogError
-from localllm_catalog.from_gguf import MAX_LAYERS, describe
+from localllm_catalog.from_gguf import describe
+from localllm_catalog.gguf_facts import MAX_LAYERS
 from localllm_catalog.names import Format, shown
 from localllm_catalog.quants import mlx_bits
 from localllm_catalog.types import Experts, Layer, LayerKind, Model, Variant
