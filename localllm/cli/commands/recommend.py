@@ -104,19 +104,15 @@ def recommend(
     from localllm.library.describe import describe
     from localllm.settings import Settings
 
-    purpose = "coding" if purpose == "code" else purpose
-    if purpose not in _PURPOSES:
-        raise UsageError(f"--for {purpose}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for")
+    purpose = _checked_purpose(purpose)
+    workload = _workload(purpose, context, parallel, min_speed)
     if link is not None:
         from localllm.cli.recommend import cluster
 
-        workload = _workload(purpose, context, parallel, min_speed)
         view.out(cluster.answer(device, link, model, workload, as_json=as_json))
         return
     if compare:
-        answers.compare(
-            names or [], _workload(purpose, context, parallel, min_speed), everything=everything, as_json=as_json
-        )
+        answers.compare(names or [], workload, everything=everything, as_json=as_json)
         return
     asks_one = (sees, as_list, as_json, explain, at, plot, names, what_if, everything, check, model, bandwidth, ram,
                 vram_headroom is not None, headroom is not None, parallel > 1, min_speed, gpu_layers, cpu_moe, split)  # fmt: skip
@@ -129,7 +125,6 @@ def recommend(
     file = _picture(names, plot=plot)
     if at and model is None:
         raise UsageError("--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30")
-    workload = _workload(purpose, context, parallel, min_speed)
     catalog = load_catalog()
     no_network = bool(Settings({"offline": offline or None}).value("offline"))
     if model is not None and at:
@@ -151,10 +146,7 @@ def recommend(
     elif plot:
         answers.plot_roofline(machine, list(question.answer(everything).plans), file)
     elif what_if:
-        others = [device_named(name, None, None) for name in what_if]
-        known = [overrides, *(replace(overrides_for(d, catalog), sees=sees) for d in others)]
-        limit = 0 if everything else _PICKS
-        answers.side_by_side([machine, *others], known, question.models, workload, limit=limit, as_json=as_json)
+        _answer_side_by_side(question, what_if, everything=everything)
     else:
         _answer_for_machine(question, everything=everything)
 
@@ -204,6 +196,23 @@ def _answer_for_model(question: _PlanQuery, model: Model, quant: str) -> None:
     installed = _installed(plans, machine, catalog)
     explain, as_json = question.explain, question.as_json
     answers.show_model(model, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
+
+
+def _answer_side_by_side(question: _PlanQuery, names: Sequence[str], *, everything: bool) -> None:
+    """The machine beside others that are named."""
+    from localllm.cli.recommend import answers
+
+    others = [device_named(name, None, None) for name in names]
+    sees = question.overrides.sees
+    known = [replace(overrides_for(device, question.catalog), sees=sees) for device in others]
+    answers.side_by_side(
+        [question.machine, *others],
+        [question.overrides, *known],
+        question.models,
+        question.workload,
+        limit=0 if everything else _PICKS,
+        as_json=question.as_json,
+    )
 
 
 def _answer_for_machine(question: _PlanQuery, *, everything: bool) -> None:
@@ -258,6 +267,16 @@ def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float,
 def _installed(plans: Sequence[Plan], device: Device, catalog: Catalog) -> frozenset[tuple[str, str]]:
     """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
     return frozenset() if device.simulated else frozenset(installed_names(plans, catalog))
+
+
+def _checked_purpose(name: str) -> str:
+    """The purpose under its one name. Raises UsageError."""
+    from localllm.errors import UsageError
+
+    name = "coding" if name == "code" else name
+    if name not in _PURPOSES:
+        raise UsageError(f"--for {name}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for")
+    return name
 
 
 def _workload(purpose: str, context: int, parallel: int, min_speed: float) -> Workload:
