@@ -7,20 +7,23 @@ fields without effect on an answer. Any other field is accepted and named in the
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from localllm.engine.messages import MAX_TOKENS, Generation, LoopLimits, Sampling
 from localllm.errors import RequestError, UnsupportedError
+from localllm.server.dialects.constraints import (
+    Constraint,
+    StructuredFields,
+    of_choice,
+    of_response_format,
+    of_schema,
+    only_one,
+)
 
-# ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or ("loose_schema", source): a
-# schema of which the rest holds where a part can't.
-Constraint: TypeAlias = tuple[str, str]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
 # Of the bodies that hold a conversation.
@@ -81,66 +84,6 @@ HINTS = frozenset(
 PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
 
 
-def only_one(**named: Constraint | None) -> Constraint | None:
-    """The one constraint that is given; raises RequestError if there are several, by their field names."""
-    given = {name: value for name, value in named.items() if value is not None}
-    if len(given) > 1:
-        names = list(given)
-        raise RequestError(f"{' and '.join(names)} can't be combined: send one", param=names[1])
-    return next(iter(given.values()), None)
-
-
-def of_schema(
-    schema: Mapping[str, Any] | str | None, where: str = "json_schema", *, strict: bool = True
-) -> Constraint | None:
-    """The constraint of a JSON schema, or of one as text. Raises RequestError for text that is none."""
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as e:
-            raise RequestError(f"{where} is no JSON", param=where) from e
-        if not isinstance(schema, dict | bool):
-            raise RequestError(f"{where} must be a JSON schema", param=where)
-    return None if schema is None else ("json_schema" if strict else "loose_schema", json.dumps(schema))
-
-
-def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
-    """The constraint of an answer that is one of `texts`. Raises RequestError."""
-    if texts is None:
-        return None
-    if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"{where} must be texts, one at least", param=where)
-    return "regex", "|".join(map(re.escape, texts))
-
-
-def of_response_format(response_format: Any) -> Constraint | None:
-    """The engine's constraint for OpenAI's `response_format`; raises RequestError or UnsupportedError."""
-    if response_format is None:
-        return None
-    if not isinstance(response_format, Mapping):
-        raise RequestError("the response format must be an object with a type", param="response_format")
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        # llama.cpp's spelling puts a schema beside json_object.
-        schema = response_format.get("schema")
-        return of_schema(schema if isinstance(schema, dict) else {"type": "object"})
-    if kind == "json_schema":
-        wrapped = response_format.get("json_schema")
-        schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else response_format.get("schema")
-        if not isinstance(schema, Mapping):
-            raise RequestError(
-                "response_format.json_schema.schema must be an object", param="response_format.json_schema"
-            )
-        said = wrapped if isinstance(wrapped, Mapping) else response_format
-        return of_schema(schema, strict=said.get("strict") is not False)
-    raise UnsupportedError(
-        f"response_format.type {str(kind)[:40]!r} is not supported; known: text, json_object, json_schema",
-        param="response_format",
-    )
-
-
 class RequestBody(BaseModel):
     """What every request body has."""
 
@@ -148,26 +91,6 @@ class RequestBody(BaseModel):
 
     model: str | None = Field(None, max_length=512, description="a served model or alias; none means the first one")
     stream: bool | None = Field(None, description="send the answer as server-sent events")
-
-
-class StructuredFields(BaseModel):
-    """vLLM's `structured_outputs`."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = Field(None, max_length=1 << 16)
-    choice: Annotated[list[str], Field(max_length=4096)] | None = None
-    grammar: str | None = Field(None, max_length=1 << 18)
-    json_object: bool | None = None
-
-    def constraint(self) -> Constraint | None:
-        return only_one(
-            json=of_schema(self.json_, "structured_outputs.json"),
-            regex=("regex", self.regex) if self.regex else None,
-            choice=of_choice(self.choice, "structured_outputs.choice"),
-            grammar=("gbnf", self.grammar) if self.grammar else None,
-            json_object=of_schema({"type": "object"}) if self.json_object else None,
-        )
 
 
 class ReasoningFields(BaseModel):

@@ -13,14 +13,12 @@ from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import client_tool
+from localllm.server.dialects.constraints import Constraint, of_schema, only_one
 from localllm.server.dialects.fields import (
-    Constraint,
     Count,
     ParseSpecial,
     SamplingFields,
     StopText,
-    of_schema,
-    only_one,
     stop_texts,
 )
 from localllm.server.generation.chat import ChatRequest

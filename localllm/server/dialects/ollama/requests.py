@@ -16,15 +16,13 @@ from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
 from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
+from localllm.server.dialects.constraints import Constraint, of_response_format, of_schema
 from localllm.server.dialects.fields import (
     Budget,
-    Constraint,
     GenerationFields,
     ParseSpecial,
     RequestBody,
     first_limit,
-    of_response_format,
-    of_schema,
 )
 from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, cut, numbers
 from localllm.server.generation.chat import ChatRequest
