@@ -41,7 +41,7 @@ from localllm.cli.chat.planning import PlanningProcess
 from localllm.conversation.history import History, StoredMessage
 from localllm_tui.app import ChatApp
 from localllm_tui.control import commands
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.interfaces import PlanRequest
 

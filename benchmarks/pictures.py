@@ -17,7 +17,7 @@ from localllm.cli.chat import engines
 from localllm.cli.chat.model_service import LocalModelService
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.screens.models import ModelsScreen
 

@@ -13,7 +13,7 @@ from textual.strip import Strip
 
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from tui.scripted_sse import ScriptedServer
 

@@ -13,7 +13,7 @@ from typing import Any
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
 from localllm_tui.control import commands
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.interfaces import InstalledModel
 from tui.scripted_models import ScriptedModelService, choice

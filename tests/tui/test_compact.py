@@ -9,7 +9,7 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm_tui import line_chat
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.session import Session
 from tui.conftest import Driver

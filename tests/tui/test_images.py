@@ -18,7 +18,7 @@ from localllm.errors import UsageError
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_tui.app import ChatApp
 from localllm_tui.control.attachments import as_sent, check_room, read_text, with_files
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.meter import FileCost
 from models.tiny_vision import write_vision

@@ -8,7 +8,7 @@ from typing import Any
 from localllm.conversation.history import History
 from localllm.errors import DoesNotFitError, LocalLLMError
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.interfaces import EngineProgress
 from tui.conftest import Driver

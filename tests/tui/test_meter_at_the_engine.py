@@ -14,7 +14,7 @@ import pytest
 from localllm.cli.chat.own_server import background_server
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.stream_events import (
     AnswerDone,

@@ -13,7 +13,7 @@ from textual.widget import Widget
 from localllm.conversation.history import History
 from localllm_tui import line_chat
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.commands import COMMANDS, help_sections
 from localllm_tui.control.keys import (

@@ -16,7 +16,7 @@ from textual.widgets import Input, TextArea
 
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import commands
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.local_state import Preferences
 from localllm_tui.control.terminal import NOTICE_SEEN, KeyboardTerminal, copy_with_tool, notice, on_signals

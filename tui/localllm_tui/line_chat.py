@@ -18,7 +18,8 @@ from localllm.plain_output import raw_write
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.chat import ChatController, ChatOptions
+from localllm_tui.control.chat import ChatController
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.face import Face
 from localllm_tui.control.session import PendingAnswer, Session

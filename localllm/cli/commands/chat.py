@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from localllm.cli.chat.engines import Wanted
     from localllm.conversation.history import ConversationSummary, History
-    from localllm_tui.control.chat import ChatOptions
+    from localllm_tui.control.chat_options import ChatOptions
     from localllm_tui.control.interfaces import ChatEngine, EnergyMeter
     from localllm_tui.control.session import Session
     from localllm_tui.control.terminal import TerminalQuestion
@@ -135,7 +135,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     from localllm.errors import NotFoundError
     from localllm.settings import Settings
     from localllm_tui.control.attachments import with_files
-    from localllm_tui.control.chat import ChatOptions
+    from localllm_tui.control.chat_options import ChatOptions
     from localllm_tui.control.client import ChatClient
     from localllm_tui.control.session import Session
 

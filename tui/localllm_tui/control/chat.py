@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from localllm.conversation.history import History, StoredMessage
+from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import titles, wording
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream, UnsavedAnswers
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient, ListedModel
 from localllm_tui.control.face import Face
 from localllm_tui.control.interfaces import (
-    EnergyMeter,
-    EngineFactory,
-    ModelService,
     PlanList,
     PlanRequest,
-    ToolHost,
     ToolSpec,
 )
 from localllm_tui.control.meter import UnsentMessage, check_fits
@@ -41,32 +37,6 @@ CONTEXT_WARNING = 0.9
 NOTICE_ASKS = 8
 # Long enough that nobody is about to ask, short enough that titles are there when one looks for them.
 TITLE_AFTER_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """`model` is the name the server knows; how long its context is, the server tells.
-
-    `resume` is a conversation's id to open at the start; `attached` are files for the first question (name, text);
-    `greeting` is shown at the top of an empty conversation; `engine_factory` makes an engine of the chat's own, for when a server goes
-    away; `model_service` knows what else could be run;
-    `first_run`: the model is the bundled starter, and no other is installed;
-    `tools` are programs that offer tools, off until they are asked for; `energy` makes what measures joules where the model runs here.
-    The history and the client stay the caller's to close.
-    """
-
-    client: ChatClient
-    history: History
-    model: str
-    resume: str | None = None
-    system: str | None = None
-    attached: tuple[tuple[str, str], ...] = ()
-    greeting: str = ""
-    engine_factory: EngineFactory | None = None
-    model_service: ModelService | None = None
-    first_run: bool = False
-    tools: tuple[ToolHost, ...] = ()
-    energy: Callable[[], EnergyMeter] | None = None
 
 
 class ChatController:

@@ -21,7 +21,7 @@ from localllm.errors import LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import files_and_folders, typed_in
-from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import copy_with_tool, one_line, printable, reflows_lines

@@ -19,7 +19,8 @@ from localllm_tui.bindings import bindings_of
 from localllm_tui.control import command_actions, commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.chat import ChatController, ChatOptions
+from localllm_tui.control.chat import ChatController
+from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.local_state import Drafts
 from localllm_tui.control.meter import TokenCosts
