@@ -22,6 +22,7 @@ from localllm.load.companions import (
 from localllm.load.options import MemoryShare, headroom_bytes, pooled_options, worker_options
 from localllm.load.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
 from localllm.memory.system import free_for_models
+from localllm.memory.verdict import has_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,7 +204,7 @@ class _Room:
         still is too large is refused when it is loaded, as others may have gone by then."""
         if plan is None or self._inputs is None or self.free_bytes is None or not self._inputs.context_is_free:
             return plan
-        while self.takes(plan) > self.free_bytes - beside_bytes:
+        while not has_room("system memory", self.takes(plan) + beside_bytes, self.free_bytes):
             smaller = self._inputs.plan(max(plan.settings.n_ctx // 2, LEAST_CONTEXT))
             if smaller.settings.n_ctx >= plan.settings.n_ctx:
                 break

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from localllm.load.load_plan import LoadPlan, make_load_plan, resolved
 from localllm.memory.system import free_for_models
-from localllm.memory.verdict import Part, verdict
+from localllm.memory.verdict import Part, has_room, verdict
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
@@ -57,7 +57,7 @@ def _with_shorter_contexts(
         return alone
     limit = min(available(), *limits)
     shared = list(alone)
-    while sum(load.needs_bytes for load in shared) > limit:
+    while not has_room("shared memory", sum(load.needs_bytes for load in shared), limit):
         at = max(free, key=lambda i: shared[i].options.spec.n_ctx)
         smaller = shared[at].options.spec.n_ctx // 2
         if smaller < LEAST_SHARED_CONTEXT:
@@ -79,7 +79,7 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
     for load in loads:
         cards = load.plan.settings.placement.cards if load.plan is not None else ()
         if load.plan is not None and len(cards) == 1 and load.needs_bytes > left.get(cards[0], load.needs_bytes):
-            fitting = [number for number, free_bytes in left.items() if load.needs_bytes <= free_bytes]
+            fitting = [number for number, free in left.items() if has_room(f"card {number}", load.needs_bytes, free)]
             cards = (max(fitting, key=rates.__getitem__),) if fitting else cards
             load = _on_cards(load, load.plan, cards)
         for number in cards or left:

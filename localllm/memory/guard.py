@@ -19,7 +19,7 @@ from localllm.formatting import gb
 from localllm.memory.account import Memory, shared_pool
 from localllm.memory.macos import Pressure
 from localllm.memory.system import SystemMemory, process_and_children
-from localllm.memory.verdict import Part, verdict
+from localllm.memory.verdict import has_room
 
 Available = Callable[[], int | None]
 
@@ -44,7 +44,7 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
     if not planned_bytes or account is None or not account.system_bytes:
         return
     free = account.available_bytes
-    if not verdict([Part("system memory", planned_bytes, free, free)]).lacking:
+    if has_room("system memory", planned_bytes, free):
         return
     available = account.total_bytes - account.others_bytes
     raise DoesNotFitError(

@@ -13,7 +13,7 @@ from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import EngineClient, Host
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
 from localllm.formatting import gb
-from localllm.memory.verdict import Part, verdict
+from localllm.memory.verdict import has_room
 from localllm_backends.contract import LOAD_NOTES, ModelInfo
 
 log = logging.getLogger("localllm.server")
@@ -55,7 +55,7 @@ class ModelAdmission:
         async with self._lock:
             if model in self._admitted:
                 return
-            if not self._has_room(model, self.limit_bytes):
+            if not has_room("memory", model.needs_bytes, self.limit_bytes):
                 raise DoesNotFitError(
                     f"{model.name} needs {gb(model.needs_bytes, 2)}, and models may take {gb(self.limit_bytes, 2)} here",
                     hint="serve it with a smaller --context, or a smaller quant",
@@ -77,15 +77,11 @@ class ModelAdmission:
     async def fits(self, model: ModelWorker) -> bool:
         """Whether `model` could be loaded now without unloading another."""
         if model in self._admitted or not self._admitted:
-            return self._has_room(model, self.limit_bytes)
+            return has_room("memory", model.needs_bytes, self.limit_bytes)
         left = self.limit_bytes - self.held_bytes
-        if self._available is None or not self._has_room(model, left):
-            return self._has_room(model, left)
-        return self._has_room(model, await self._free())
-
-    @staticmethod
-    def _has_room(model: ModelWorker, free_bytes: int) -> bool:
-        return not verdict([Part("memory", model.needs_bytes, free_bytes, free_bytes)]).lacking
+        if self._available is None or not has_room("memory", model.needs_bytes, left):
+            return has_room("memory", model.needs_bytes, left)
+        return has_room("memory", model.needs_bytes, await self._free())
 
     async def _free(self) -> int:
         assert self._available is not None
