@@ -24,7 +24,8 @@ from benchmarks.models import gemma, smollm2
 from benchmarks.rounds import interleave, report
 from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import NAMES, copy_edit
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm_backends.contract import Backend, Chunk, LoadSpec

@@ -22,7 +22,8 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.models import smollm2
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type

@@ -27,8 +27,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
 from localllm_backends.contract import (
     Backend,

@@ -166,6 +166,12 @@ class Admission:
             return NO_SOURCE
         return self.jobs.pool.lookup(_matching(job), [j for j in live if j.shares])
 
+    def evict_idle(self) -> None:
+        """Idle sequences leave before a prompt is read."""
+        running = self.jobs.running.values()
+        n_tokens = 0 if self.jobs.decoding else sum(job.to_compute for job in running)
+        self.jobs.pool.evict_idle(n_tokens, live=len(running), clock=self.jobs.clock)
+
     def restore(self) -> None:
         """Import what admitted requests find in the cache: one piece a step while somebody decodes, else all of it. What is
         still being read is not waited for."""

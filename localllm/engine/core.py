@@ -13,28 +13,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from localllm.engine import EngineSettings
 from localllm.engine.admission import Admission, MemoryPolicy
 from localllm.engine.cache.disk import NO_DISK, tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
-from localllm.engine.cache.tunables import DISK_FREE_BYTES
 from localllm.engine.host.contention import ThreadThrottle, of_this_process
 from localllm.engine.host.kv_evidence import KvEvidence
 from localllm.engine.host.metrics import DecodeSpeedTracker, Metrics
-from localllm.engine.messages import Event, Failure, Queued, Request
+from localllm.engine.messages import Event, Failure, Request
 from localllm.engine.outputs import OutputProcessor
 from localllm.engine.prefill_slices import PrefillInterrupt, prefill_policy
-from localllm.engine.request import RunningRequest, running_request
+from localllm.engine.request import RunningRequest, running_request, too_long
 from localllm.engine.request_table import RequestTable
-from localllm.engine.sampling.grammar import BackgroundCompiler, MakeConstraint
-from localllm.engine.scheduler import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer, Grant, Limits, Shares, Want, plan_step
+from localllm.engine.sampling.grammar import BackgroundCompiler
+from localllm.engine.scheduler import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer, Grant, Limits, Shares, plan_step
 from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Placed
-from localllm.engine.vision import Encoder, ImageSteps
-from localllm.memory.account import headroom_bytes
-from localllm.memory.guard import Available, MemoryGuard
-from localllm.memory.system import SystemMemory
+from localllm.engine.vision import ImageSteps, image_steps
+from localllm.memory.guard import Available, guard_of
 from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, NoCellsError, StepResult
 
 # Where requests only wait for a grammar, an image or the disk, new messages are looked for this often, in seconds.
@@ -44,37 +42,6 @@ IDLE_GRACE_S = 0.05
 # With nothing to do: how often an idle engine looks whether others need its memory, and how often where housekeeping goes on
 # once something is written, in seconds.
 MEMORY_LOOK_S, WRITING_S = 2.0, 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """`queue_limit` requests of a tenant may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
-    under `disk_dir` (None: none). Of that disk `disk_free_bytes` are left to others, `disk_daily_bytes` may be written in a
-    day (0: no limit), and people know what is there by `model_name`. `draft`: off, ngram, or auto (every drafter at hand).
-    `headroom_bytes` of the system's memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes`
-    of it are what loading takes (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more
-    than that to read are read in slices while others decode, where the backend can (0: never). `kv_evidence_dir`: where
-    what KV types cost in precision is kept once it is measured, and how drafters fared (None: it isn't).
-    `yields_threads`: decode takes fewer threads while other programs want the processors. `gap_s`: how long streams on
-    a device may wait for their next token while a prompt is read beside them, or two of their steps if that is longer. `power`: the
-    share of the time that is computed in; for the rest of it the engine waits behind each step."""
-
-    queue_limit: int = 64
-    cache_bytes: int = 2**30
-    disk_dir: str | None = None
-    disk_bytes: int = 8 * 10**9
-    disk_free_bytes: int = DISK_FREE_BYTES
-    disk_daily_bytes: int = 0
-    model_name: str = ""
-    draft: str = "off"
-    headroom_bytes: int | None = None
-    planned_bytes: int = 0
-    sliced_prefill_tokens: int = 512
-    make_constraint: MakeConstraint | None = None
-    kv_evidence_dir: str | None = None
-    yields_threads: bool = False
-    gap_s: float = 0.02
-    power: float = 1.0
 
 
 @dataclass
@@ -95,7 +62,7 @@ class Engine:
         kv = KvStore(self.backend, wanted.cache_bytes, disk)
         self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
-        self.guard = self._make_guard()
+        self.guard = guard_of(self.available, wanted.headroom_bytes)
         kept = self.settings.kv_evidence_dir
         folder = Path(kept) / "drafting" if kept is not None else None
         drafting = DraftContext(self.backend, self.draft_backend, self.settings.draft, self.clock, folder)
@@ -117,27 +84,13 @@ class Engine:
         self.pool.running = self.jobs.running
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._compiler = BackgroundCompiler(self.settings.make_constraint) if self.settings.make_constraint else None
-        self._images = self._make_images()
+        self._images = image_steps(self.backend, wanted.disk_dir if wanted.disk_bytes > 0 else None)
         self._admission = Admission(self.backend, self.jobs, self._memory)
         self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = DecodeSpeedTracker(others)
         computing = [b for b in (self.backend, self.draft_backend) if b is not None and b.capabilities.threaded]
         self._throttle = ThreadThrottle(computing if self.settings.yields_threads else [], others)
-
-    def _make_images(self) -> ImageSteps | None:
-        if not self.backend.capabilities.vision:
-            return None
-        kept = self.settings.disk_dir
-        folder = Path(kept) / "images" if kept is not None and self.settings.disk_bytes > 0 else None
-        return ImageSteps(Encoder(self.backend, folder), self.backend.capabilities.whole_images)
-
-    def _make_guard(self) -> MemoryGuard:
-        system, headroom = SystemMemory(), self.settings.headroom_bytes
-        headroom = headroom_bytes(system.total_bytes) if headroom is None else headroom
-        if self.available is not None:
-            return MemoryGuard(self.available, headroom)
-        return MemoryGuard(system.available_bytes, headroom, system.pressure)
 
     # --- in ------------------------------------------------------------------------------------------------------
 
@@ -153,16 +106,9 @@ class Engine:
         if not prompt:
             return [Failure(request.id, "invalid_request", "the prompt is empty")]
         generation = request.generation
-        room = info.n_ctx - len(prompt)
-        if room < 1:
-            said = f"the prompt has {len(prompt)} tokens and the served context is {info.n_ctx}"
-            return [Failure(request.id, "context_length_exceeded", said, counts=(len(prompt), info.n_ctx))]
-        if generation.max_tokens is not None and generation.max_tokens > room:
-            said = (
-                f"the prompt has {len(prompt)} tokens and max_tokens asks for {generation.max_tokens} more; "
-                f"the served context is {info.n_ctx}"
-            )
-            return [Failure(request.id, "context_length_exceeded", said)]
+        over = too_long(request, len(prompt), info.n_ctx)
+        if over is not None:
+            return [over]
         unreadable = self._images.unreadable(images, info.n_batch) if self._images is not None else ""
         if unreadable:
             return [Failure(request.id, "invalid_request", unreadable)]
@@ -171,30 +117,14 @@ class Engine:
             return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
         if request.grammar is not None and self._compiler is None:
             return [Failure(request.id, "unsupported_parameter", "this engine was built without constrained output")]
-        job = running_request(request, prompt, room, self.backend, self.clock())
+        job = running_request(request, prompt, info.n_ctx - len(prompt), self.backend, self.clock())
         job.images = images
         self._stalled, self._housekeeping = False, True
-        self.jobs.waiting[job.id] = job
-        self.jobs.shares.arrive(job.tenant)
-        self.metrics.requests += not request.continues  # a further part of an answer is no further request
+        self.jobs.enter(job)
         if request.grammar is not None and self._compiler is not None:
             job.compilation = self._compiler.start(request.grammar, request.answer_start)
             return []
-        return [self._queued(job)]
-
-    def _queued(self, job: RunningRequest) -> Queued:
-        return Queued(job.id, len(self.jobs.waiting) - 1 + len(self.jobs.running))
-
-    def _take_compiled(self) -> None:
-        """Those whose grammar is compiled join the queue; one that can't be enforced ends its request."""
-        for job in [j for j in self.jobs.waiting.values() if j.compilation is not None and j.compilation.done]:
-            compilation, job.compilation = job.compilation, None
-            assert compilation is not None
-            if compilation.constraint is None:
-                self.jobs.fail(job, Failure(job.id, "unsupported_parameter", compilation.error))
-                continue
-            job.sampler.constraint = compilation.constraint
-            self.jobs.events.append(self._queued(job))
+        return [self.jobs.queued(job)]
 
     def cancel(self, request_id: str) -> list[Event]:
         """End a request now; its KV so far stays reusable. Unknown ids are ignored (it may just have finished)."""
@@ -283,12 +213,12 @@ class Engine:
         """Look at memory, and take in those whose grammar is compiled by now."""
         self._wake(busy=True)
         self._worked_s, self._housekeeping = self.clock(), True
-        self._take_compiled()
+        self.jobs.take_compiled()
 
     def _admit(self) -> None:
         """Let in who fits; idle sequences leave the context; cached prefixes come back."""
         self._admission.admit()
-        self._evict_idle()
+        self._admission.evict_idle()
         self._admission.restore()
 
     def _schedule(self) -> list[Grant]:
@@ -343,7 +273,7 @@ class Engine:
         try:
             self._outputs.advance(grants, result)
         except BackendFailure as e:
-            self._lose_running(e)
+            self._outputs.lose_running(e)
             return False
         self._last_step_s = self.clock() - self._step_began_s
         self._observed = grants, self._last_step_s, self.metrics.generated_tokens - generated
@@ -358,14 +288,8 @@ class Engine:
         except NoCellsError:
             self._admission.relieve()
         except BackendFailure as e:
-            self._lose_running(e)
+            self._outputs.lose_running(e)
         return None
-
-    def _lose_running(self, error: BackendFailure) -> None:
-        """Everything in the step is lost, and says so."""
-        self._outputs.send_text()
-        for job in list(self.jobs.running.values()):
-            self.jobs.fail(job, Failure(job.id, "backend_error", str(error)))
 
     def _wake(self, *, busy: bool) -> None:
         self._memory.apply()
@@ -401,12 +325,8 @@ class Engine:
             ready = [j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)]
         if len(ready) <= info.n_outputs and all(j.decodes_plainly for j in ready):
             return [Grant(j.id, 1, prefill=False) for j in ready]
-        wants = [self._want(job, now) for job in ready]
+        wants = [self.jobs.want(job, now) for job in ready]
         return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, prompt_only))
-
-    def _want(self, job: RunningRequest, now: float) -> Want:
-        prefill, decode = (job.until_checkpoint, 0) if job.prefilling else (0, 1 + len(job.draft))
-        return Want(job.id, prefill, decode, now - job.arrived_s, self.jobs.computed(job))
 
     def _prompt_only_tokens(self) -> int:
         """Prefill tokens of a step in which nobody decodes: more where one request is all there is, and can be interrupted."""
@@ -422,12 +342,6 @@ class Engine:
         for job, why in images.failed:
             self.jobs.fail(job, Failure(job.id, "invalid_request", why))
         return image
-
-    def _evict_idle(self) -> None:
-        """Idle sequences leave before a prompt is read."""
-        running = self.jobs.running.values()
-        n_tokens = 0 if self.jobs.decoding else sum(job.to_compute for job in running)
-        self.pool.evict_idle(n_tokens, live=len(running), clock=self.clock)
 
     def _slice(self) -> None:
         """What the backend's prefill policy does between the steps."""

@@ -13,7 +13,7 @@ from localllm.engine.sampling.row import Row
 from localllm.engine.sampling.sampler import Sampler
 from localllm.engine.scheduler import Grant
 from localllm.engine.vision import ImageSteps
-from localllm_backends.contract import Backend, Chunk, ImagePart, SampleSpec, StepResult
+from localllm_backends.contract import Backend, BackendFailure, Chunk, ImagePart, SampleSpec, StepResult
 
 
 @dataclass
@@ -39,6 +39,12 @@ class OutputProcessor:
             text = job.text.push(tokens[0]) if len(tokens) == 1 else "".join(map(job.text.push, tokens))
             self.jobs.events.append(Text(job.id, text, tuple(tokens)))
         self._pending.clear()
+
+    def lose_running(self, error: BackendFailure) -> None:
+        """Everything in the step is lost, and says so."""
+        self.send_text()
+        for job in list(self.jobs.running.values()):
+            self.jobs.fail(job, Failure(job.id, "backend_error", str(error)))
 
     def look_ahead(self) -> None:
         """What of the step after the one under way does not depend on that."""

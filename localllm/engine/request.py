@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from localllm.engine.messages import SAMPLING_RANGES, LoopLimits, Request, Timings, Usage
+from localllm.engine.messages import SAMPLING_RANGES, Failure, LoopLimits, Request, Timings, Usage
 from localllm.engine.sampling.grammar import Compilation
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
@@ -205,6 +205,18 @@ class RunningRequest:
             ttft_s=first - self.submitted_s if first is not None else 0.0,
             decode_steps=self.decode_steps,
         )
+
+
+def too_long(request: Request, n_prompt: int, n_ctx: int) -> Failure | None:
+    """What ends a request whose prompt, or all that it asks for behind it, is more than `n_ctx` tokens; None where it isn't."""
+    most, room = request.generation.max_tokens, n_ctx - n_prompt
+    if room < 1:
+        said = f"the prompt has {n_prompt} tokens and the served context is {n_ctx}"
+        return Failure(request.id, "context_length_exceeded", said, counts=(n_prompt, n_ctx))
+    if most is not None and most > room:
+        said = f"the prompt has {n_prompt} tokens and max_tokens asks for {most} more; the served context is {n_ctx}"
+        return Failure(request.id, "context_length_exceeded", said)
+    return None
 
 
 def running_request(

@@ -9,10 +9,10 @@ from typing import Any
 from localllm.engine.cache.matching import PrefixHistory
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.host.metrics import Metrics
-from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
+from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Queued, Text
 from localllm.engine.prefill_slices import ChunkedPrefill
 from localllm.engine.request import RunningRequest
-from localllm.engine.scheduler import Shares
+from localllm.engine.scheduler import Shares, Want
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import CannotRewindError
@@ -58,6 +58,11 @@ class RequestTable:
         """The tokens computed for its tenant (see Shares.computed_for)."""
         return self.shares.computed_for(job.tenant)
 
+    def want(self, job: RunningRequest, now_s: float) -> Want:
+        """What a job asks of the next step."""
+        prefill, decode = (job.until_checkpoint, 0) if job.prefilling else (0, 1 + len(job.draft))
+        return Want(job.id, prefill, decode, now_s - job.arrived_s, self.computed(job))
+
     def overview(self) -> list[dict[str, Any]]:
         """Every job as plain values, without a word of its prompt: those that run in order of admission, then those
         that wait."""
@@ -65,6 +70,27 @@ class RequestTable:
             job.overview("waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode")
             for job in (*self.running.values(), *self.waiting.values())
         ]
+
+    def enter(self, job: RunningRequest) -> None:
+        """A request joins those that wait."""
+        self.waiting[job.id] = job
+        self.shares.arrive(job.tenant)
+        self.metrics.requests += not job.request.continues  # a further part of an answer is no further request
+
+    def queued(self, job: RunningRequest) -> Queued:
+        """What says that it waits, and behind how many."""
+        return Queued(job.id, len(self.waiting) - 1 + len(self.running))
+
+    def take_compiled(self) -> None:
+        """Those whose grammar is compiled join the queue; one that can't be enforced ends its request."""
+        for job in [j for j in self.waiting.values() if j.compilation is not None and j.compilation.done]:
+            compilation, job.compilation = job.compilation, None
+            assert compilation is not None
+            if compilation.constraint is None:
+                self.fail(job, Failure(job.id, "unsupported_parameter", compilation.error))
+                continue
+            job.sampler.constraint = compilation.constraint
+            self.events.append(self.queued(job))
 
     def drain(self) -> list[Event]:
         """What happened since the last call."""

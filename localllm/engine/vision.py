@@ -326,3 +326,11 @@ class ImageSteps:
         assert job.image is not None
         left = job.image.stop - job.n_kv
         return Grant(job.id, left if self.indivisible else min(left, most), prefill=True)
+
+
+def image_steps(backend: Backend, kept: str | None) -> ImageSteps | None:
+    """What plans the images of this backend, whose embeddings are kept under `kept` (None: in memory only); None where it sees none."""
+    if not backend.capabilities.vision:
+        return None
+    folder = Path(kept) / "images" if kept is not None else None
+    return ImageSteps(Encoder(backend, folder), backend.capabilities.whole_images)

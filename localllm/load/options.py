@@ -162,7 +162,7 @@ def _worker_log() -> Path | None:
 
 
 def _engine_settings(local: LocalModel, settings: Settings, draft: str, share: MemoryShare) -> dict[str, object]:
-    """Values of engine.core.EngineSettings that survive JSON."""
+    """Values of engine.EngineSettings that survive JSON."""
     from localllm import paths
 
     return {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from localllm.errors import DoesNotFitError
 from localllm.formatting import gb
-from localllm.memory.account import Memory, shared_pool
+from localllm.memory.account import Memory, headroom_bytes, shared_pool
 from localllm.memory.macos import Pressure
 from localllm.memory.system import SystemMemory, process_and_children
 from localllm.memory.verdict import has_room
@@ -127,3 +127,12 @@ class MemoryGuard:
         """The state as plain values; available_bytes is missing while it is unknown."""
         known = {} if self.available_bytes is None else {"available_bytes": self.available_bytes}
         return {**known, "headroom_bytes": self.headroom_bytes, "pressure": self.pressure}
+
+
+def guard_of(available: Available | None, headroom: int | None) -> MemoryGuard:
+    """A guard over what is `available` (None: asked of the system). `headroom`: bytes (None: by the machine's size)."""
+    system = SystemMemory()
+    headroom = headroom_bytes(system.total_bytes) if headroom is None else headroom
+    if available is not None:
+        return MemoryGuard(available, headroom)
+    return MemoryGuard(system.available_bytes, headroom, system.pressure)

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import Chunk, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type
 from localllm_backends.llamacpp.context import mapped_at

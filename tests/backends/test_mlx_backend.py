@@ -275,7 +275,8 @@ def test_hundreds_of_requests_leave_nothing_behind(load: Callable[..., Any], req
     import mlx.core as mx
 
     from engine.drive import GREEDY, settle
-    from localllm.engine.core import Engine, EngineSettings
+    from localllm.engine import EngineSettings
+    from localllm.engine.core import Engine
     from support.requests import request_for
 
     engine = Engine(load(n_ctx=1024), EngineSettings(cache_bytes=300_000))

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from engine.drive import run
 from engine.sampling_reference import KINDS, after_penalties, interval_faults, probabilities, rows_like_models
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling, Text
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.sampling.sampler import Sampler, TokenRules

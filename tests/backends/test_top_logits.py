@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.drive import GREEDY, Outcome, run
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.engine.sampling.filters import candidates
 from localllm_backends import conformance

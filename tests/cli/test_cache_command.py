@@ -13,7 +13,8 @@ from engine.drive import GREEDY, run, settle
 from localllm import paths
 from localllm.cli.all_commands import app
 from localllm.cli.commands import cache
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend

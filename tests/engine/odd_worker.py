@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.worker.pipe import ChildPipe, Message
 from localllm.engine.worker.worker import Worker
 from localllm_backends.contract import BackendFailure, Chunk

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.drive import GREEDY, Outcome, run
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Request
 from localllm_backends.contract import BackendFailure, OutOfMemoryError, PrefillSlices
 from support.requests import request_for

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.drive import GREEDY, run, settle
+from localllm.engine import EngineSettings
 from localllm.engine.cache.disk import DiskBlock
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for

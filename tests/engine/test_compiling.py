@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, Outcome, advance, prompt_tokens, run
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Queued, Request
 from localllm.engine.sampling import grammar as compiling
 from localllm.engine.sampling.grammar import Constraint, GrammarCompiler

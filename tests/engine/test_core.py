@@ -9,7 +9,8 @@ from itertools import count, permutations
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Prefill, Sampling
 from localllm_backends.contract import Chunk, StepResult
 from support.requests import request_for

@@ -19,7 +19,8 @@ from engine.drive import run
 from grammars.byte_matcher import allows, matcher_of
 from grammars.test_gbnf import some_grammar
 from grammars.test_json_schema import some_schema
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.grammars.gbnf import lark_of

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
 from localllm.engine.cache.disk import DiskBlock, DiskTier
 from localllm.engine.cache.tree import PrefixCache, as_tokens
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from engine import sampling_reference
 from engine.drive import run
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.penalties import dry_penalty, dry_repetitions

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.drive import GREEDY, Outcome, run
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Sampling, ThinkingLimit
 from support.requests import request_for
 from support.scripted_backend import END, ScriptedBackend

@@ -14,7 +14,8 @@ import pytest
 
 from engine.crowds import crowds_equal_isolated_runs, divergence, isolated
 from engine.drive import GREEDY, Outcome, run
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp.backend import LlamaCppBackend

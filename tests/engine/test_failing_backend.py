@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.drive import GREEDY, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import BackendFailure, Chunk, NoCellsError
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, prompt_tokens, run
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Finish, Generation, Request, Text
 from localllm.engine.scheduler import CREDIT_TOKENS, Shares
 from localllm_backends.contract import LoadSpec

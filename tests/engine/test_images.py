@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from engine.drive import GREEDY, Outcome, advance, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request
 from localllm.engine.vision import ImageReader
 from localllm_backends.contract import BackendFailure, Chunk, ImagePart, LoadSpec, Placement

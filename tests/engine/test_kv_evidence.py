@@ -10,7 +10,8 @@ import pytest
 from engine.drive import GREEDY, run, settle
 from localllm import paths
 from localllm.cli.commands import doctor
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.host import kv_evidence
 from localllm.planner.quality import KvPrecision, ladder, passes, why
 from localllm_backends.contract import Backend, BackendFailure, LoadError, LoadSpec

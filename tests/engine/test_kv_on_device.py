@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import Chunk, LoadSpec, StepResult
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp.cells import CellLedger

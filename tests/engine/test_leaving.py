@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, prompt_tokens, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.examples import examples

@@ -13,8 +13,9 @@ import pytest
 
 from engine.drive import GREEDY, Outcome, advance, run, settle
 from engine.test_reuse_law import LINE_BYTES, PIECE, Clock, Packed, PackedStates
+from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Finish
 from support.requests import request_for
 from support.scripted_backend import TURN

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome
-from localllm.engine import admission
+from localllm.engine import EngineSettings, admission
 from localllm.engine.cache import matching, pool, tree
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import PromptMatch
 from localllm.engine.cache.pool import PrefixSource, SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tree import as_tokens
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.request import RunningRequest
 from support.examples import examples
 from support.requests import request_for

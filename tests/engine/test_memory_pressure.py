@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, prompt_tokens, run, settle
+from localllm.engine import EngineSettings
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.tree import PrefixCache
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Failure, Finish, Request
 from localllm_backends.contract import MemoryReport
 from support.examples import examples

@@ -12,7 +12,8 @@ import pytest
 
 from engine.crowds import crowds_equal_isolated_runs
 from engine.drive import settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.speculation.mtp import MtpDrafter
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx

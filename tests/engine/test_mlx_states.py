@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx

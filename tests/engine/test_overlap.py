@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, run
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Finish, Generation, Request, Sampling, Text
 from localllm_backends.contract import BackendFailure, Chunk
 from support.emulated_device import EmulatedDevice, EmulatedResult, HostClock, Rows, Speeds

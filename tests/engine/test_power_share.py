@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from engine.drive import GREEDY, Outcome, prompt_tokens
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import Chunk
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend, ScriptedResult

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, advance, run, settle
+from localllm.engine import EngineSettings
 from localllm.engine.cache.disk import DiskBlock, DiskTier
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.kv_file import Readable, ReadAhead
 from localllm.engine.cache.tree import PrefixCache, as_tokens
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Request
 from support.examples import examples
 from support.requests import request_for

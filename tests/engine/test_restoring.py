@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
+from localllm.engine import EngineSettings
 from localllm.engine.cache.eviction import Block
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Request
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from benchmarks.reference_cache import ReferenceCache
 from engine.drive import GREEDY, Outcome, advance, settle
+from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import BackendFailure
 from support.examples import examples
 from support.requests import request_for

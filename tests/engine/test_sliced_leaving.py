@@ -9,7 +9,8 @@ import pytest
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run
 from engine.slices import SlicedBackend, ask, engine_of, expected, finish, start, words
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import Backend, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for

@@ -12,7 +12,8 @@ import pytest
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import Outcome, run, settle
 from engine.slices import MB, SlicedBackend, ask, engine_of, expected, finish, start, words
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Prefill, Text
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, run, settle
+from localllm.engine import EngineSettings
 from localllm.engine.cache import disk as disk_tier
 from localllm.engine.cache.disk import DiskTier
 from localllm.engine.cache.folder import WriteBudget
 from localllm.engine.cache.tree import PrefixCache, as_tokens
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.core import Engine
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 

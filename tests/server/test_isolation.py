@@ -13,7 +13,8 @@ import pytest
 
 from engine.drive import run
 from localllm.cli.serve.api_keys import load_keys
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.tokens import salted
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor

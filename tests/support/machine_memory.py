@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm_backends.contract import Backend
 
 MB = 10**6

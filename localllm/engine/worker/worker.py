@@ -23,7 +23,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.tokens import Placed, tokenized

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm_backends.contract import Chunk, LoadSpec

@@ -14,7 +14,8 @@ import pytest
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.cli.main import run as localllm
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Finish, Sampling
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.speculation.mtp import MtpDrafter

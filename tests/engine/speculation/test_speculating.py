@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.row import Row
 from localllm.engine.speculation.draft_model import vocabulary_difference

@@ -13,7 +13,8 @@ import pytest
 
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, run, settle
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.engine.messages import Finish, Sampling, Text
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.worker.client import WorkerOptions

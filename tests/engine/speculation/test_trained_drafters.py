@@ -13,7 +13,8 @@ import pytest
 
 from engine.drive import GREEDY, run, settle
 from localllm.device.named import resolve
-from localllm.engine.core import Engine, EngineSettings
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
 from localllm.planner.plan import plan_for, typical
 from localllm.planner.speed import verify_ratios
 from localllm.planner.types import Workload
