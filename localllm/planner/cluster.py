@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, memory, places, speed
+from localllm.planner import decode_cost, kv_sizes, memory, places, speed
 from localllm.planner.streams import streamed
 from localllm.planner.types import Range, RunSettings, backend_of
 from localllm_catalog.types import Model, Variant
@@ -86,7 +86,7 @@ class ClusterPlan:
 def layer_bytes(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
     """Bytes of each layer where it is computed: weights, KV and state."""
     weights = [dense + experts for dense, experts in places.parts(model, variant).layers]
-    kv, state = memory.layer_kv_bytes(model, settings), memory.layer_state_bytes(model, settings)
+    kv, state = kv_sizes.layer_kv_bytes(model, settings), kv_sizes.layer_state_bytes(model, settings)
     return [sum(all_of) for all_of in zip(weights, kv, state, strict=True)]
 
 
@@ -276,7 +276,7 @@ def needs_bytes(model: Model, variant: Variant, settings: RunSettings, device: D
     whole on each."""
     parts = places.parts(model, variant)
     layers = sum(dense + experts for dense, experts in parts.layers)
-    kept = memory.kv_bytes(model, settings) + sum(memory.layer_state_bytes(model, settings))
+    kept = kv_sizes.kv_bytes(model, settings) + sum(kv_sizes.layer_state_bytes(model, settings))
     ends = parts.input_bytes + parts.own_output_bytes
     return -(-(layers + kept) // n) + ends + memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
 

@@ -9,7 +9,7 @@ from itertools import chain
 from localllm.device.types import Device
 from localllm.formatting import gb, mb
 from localllm.memory.verdict import TIGHT_MEANS
-from localllm.planner import decode_cost, efficiency, kernels, memory, places, prefill_cost, quality, speed
+from localllm.planner import decode_cost, efficiency, kernels, kv_sizes, places, prefill_cost, quality, speed
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import Plan, Range, backend_of
 from localllm_catalog.types import ESTIMATED, Model
@@ -32,7 +32,7 @@ def _span(value: Range, unit: str) -> str:
 def _layer_lines(model: Model, plan: Plan) -> list[str]:
     groups: dict[str, list[int]] = {}
     for layer in model.layers:
-        cells = memory.kv_cells(layer, plan.settings)
+        cells = kv_sizes.kv_cells(layer, plan.settings)
         if layer.kind == "mla":
             what = f"latent, {layer.mla_rank} + {layer.mla_rope_dim} wide, {cells:,} cells"
         elif layer.kind == "recurrent":

@@ -1,126 +1,39 @@
 """How many bytes a model needs to run: weights, KV, recurrent state, compute buffers and what the runtime keeps.
 
-The rules are llama.cpp's own (https://github.com/ggml-org/llama.cpp: src/llama-kv-cache.cpp, llama-kv-cache-iswa.cpp,
-llama-memory-recurrent.cpp, llama-context.cpp) and were checked against its planner (`no_alloc`, llama-cpp-python
-0.3.36) over the shapes in tests/models/sparse_gguf.py: KV and state to the byte, compute buffers within 1 % of the
-total. MLX follows mlx-lm's cache (https://github.com/ml-explore/mlx-lm, mlx_lm/models/cache.py). Nothing here does I/O.
+The rules are llama.cpp's own (https://github.com/ggml-org/llama.cpp: src/llama-context.cpp; of KV and state,
+kv_sizes.py) and were checked against its planner (`no_alloc`, llama-cpp-python 0.3.36) over the shapes in
+tests/models/sparse_gguf.py: KV and state to the byte, compute buffers within 1 % of the total. Nothing here does I/O.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from fractions import Fraction
-from itertools import chain
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
 from localllm.planner import places
 from localllm.planner.attention_scores import scores_bytes
+from localllm.planner.kv_sizes import (
+    CONTEXT_STEP,
+    F16,
+    F32,
+    kv_bytes,
+    kv_cells,
+    kv_widths,
+    layer_kv_bytes,
+    layer_state_bytes,
+    mlx_kv_bytes,
+    padded_context,
+    recurrent_bytes,
+)
 from localllm.planner.streams import facts
 from localllm.planner.types import CompanionDrafter, DraftChoice, MemoryNeed, RunSettings, backend_of
-from localllm_backends import registry
-from localllm_backends.declaration import Declaration
-from localllm_catalog import quants, shapes
-from localllm_catalog.types import Layer, Model, Variant
+from localllm_catalog import quants
+from localllm_catalog.types import Model, Variant
 
 MIB = 2**20
-CONTEXT_STEP = 256  # llama.cpp pads every context to this many cells; mlx-lm grows its cache by as many tokens
-_F32 = 4
-_F16 = 2
-# mx.quantize stores a 16-bit scale and a 16-bit bias beside each group of 64 values, or of 32 where 64 does not divide.
-_MLX_KV_BITS = {"q8_0": 8, "q4_0": 4}
-_MLX_GROUPS = (64, 32)
-_MLX_GROUP_EXTRA_BYTES = 4
 # Freed buffers our MLX backend lets MLX keep (localllm_backends/mlx/memory.py).
 _MLX_REUSE_BYTES = 512 * MIB
-
-
-def pad(n: int, step: int = CONTEXT_STEP) -> int:
-    """`n` rounded up to a multiple of `step`."""
-    return -(-n // step) * step
-
-
-def padded_context(n_ctx: int) -> int:
-    """Cells llama.cpp really gives a context of `n_ctx` tokens shared by all sequences."""
-    return pad(n_ctx)
-
-
-def kv_cells(layer: Layer, settings: RunSettings) -> int:
-    """KV cells of one layer: the padded context, or for a sliding layer its window × sequences + one micro-batch.
-
-    llama.cpp: PAD(min(n_ctx, n_swa × n_seq_max + n_ubatch), 256) with a unified cache and `swa_full` off.
-    """
-    if layer.kind in ("recurrent", "none") or layer.shares_kv:
-        return 0
-    if layer.per_sequence:
-        alone = replace(settings, slots=1, spare=0)
-        return settings.n_sequences * kv_cells(replace(layer, per_sequence=False), alone)
-    context = padded_context(settings.n_ctx)
-    if layer.kind == "sliding" and layer.window:
-        return min(context, pad(min(context, layer.window * settings.n_sequences + settings.n_batch)))
-    return context
-
-
-def _kv_widths(layer: Layer) -> tuple[int, int]:
-    if layer.kind == "mla":
-        return layer.mla_rank + layer.mla_rope_dim + layer.index_dim, 0
-    return layer.n_kv_heads * layer.head_dim_k + layer.index_dim, layer.n_kv_heads * layer.head_dim_v
-
-
-def layer_kv_bytes(model: Model, settings: RunSettings) -> list[int]:
-    """Bytes of each layer's KV, in the order of the layers."""
-    of_kind: dict[int, int] = {}  # by identity: equal layers of a model are mostly one object, and hashing takes longer
-    found = []
-    for layer in model.layers:
-        n_bytes = of_kind.get(id(layer))
-        if n_bytes is None:
-            n_bytes = of_kind[id(layer)] = _kv_bytes_of(layer, settings)
-        found.append(n_bytes)
-    return found
-
-
-def layer_state_bytes(model: Model, settings: RunSettings) -> list[int]:
-    """Bytes of each layer's recurrent state, of all sequences together."""
-    copies = _F32 * settings.n_sequences * (1 + settings.n_rewind)
-    return [layer.state_elements * copies for layer in model.layers]
-
-
-def kv_bytes(model: Model, settings: RunSettings) -> int:
-    """Bytes of llama.cpp's KV cache, exactly: Σ layers cells × (width_k × bytes_k + width_v × bytes_v)."""
-    return sum(count * _kv_bytes_of(layer, settings) for layer, count in facts(model).groups)
-
-
-def _kv_bytes_of(layer: Layer, settings: RunSettings) -> int:
-    """Bytes of one layer's KV, in whole numbers: fractions cost ten times as long. (Cells come in whole blocks of every type.)"""
-    cells, (width_k, width_v) = kv_cells(layer, settings), _kv_widths(layer)
-    k, v = quants.kv_element_bytes(settings.kv_type_k), quants.kv_element_bytes(settings.kv_type_v)
-    both = width_k * k.numerator * v.denominator + width_v * v.numerator * k.denominator
-    return cells * both // (k.denominator * v.denominator)
-
-
-def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
-    """What 1,024 more tokens of context cost once every window is full: the slope of the memory line, in bytes."""
-    growing = sum(n * shapes.layer_kv_elements(x) for x, n in facts(model).groups if x.kind != "sliding")
-    return math.ceil(1024 * growing * quants.kv_element_bytes(kv_type))
-
-
-def kv_type_allowed(model: Model, kv_type: str, backend: Declaration = registry.NONE) -> bool:
-    """Quantised caches need rows of whole blocks of 32 (llama.cpp refuses others); MLX, heads of whole groups and no
-    sliding windows (mlx-lm's rotating cache has no quantised form)."""
-    if backend.kv_quants == "groups":
-        return kv_type == "f16" or (kv_type in _MLX_KV_BITS and _mlx_group(model) > 0)
-    if kv_type in ("f32", "f16", "bf16"):
-        return True
-    if "/" in kv_type:
-        return all(kv_type_allowed(model, part, backend) for part in kv_type.split("/"))
-    widths = chain.from_iterable(_kv_widths(layer) for layer, _ in facts(model).groups)
-    return all(width % 32 == 0 for width in widths)
-
-
-def recurrent_bytes(model: Model, settings: RunSettings) -> int:
-    """State of the recurrent layers: float32 per sequence, × (1 + snapshots kept for drafting)."""
-    return facts(model).recurrent_state_bytes * settings.n_sequences * (1 + settings.n_rewind)
 
 
 def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
@@ -150,20 +63,20 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
     # Hyper-connections hold that many streams of hidden states in place of the two that are counted.
     width += max(0, model.residual_streams - 2) * hidden
     cells = _attention_mask_cells(model, settings)
-    step = _F32 * width * n_batch + (_F16 if flash else _F32) * cells * n_batch
+    step = F32 * width * n_batch + (F16 if flash else F32) * cells * n_batch
     # While logits are made, the micro-batch's last hidden states are still held.
-    output = _F32 * ((model.vocab_size + 2 * hidden) * min(settings.n_outputs, n_batch) + 2 * hidden * n_batch)
+    output = F32 * ((model.vocab_size + 2 * hidden) * min(settings.n_outputs, n_batch) + 2 * hidden * n_batch)
     if flash:
         return max(step, output)
     n_kv = padded_context(settings.n_ctx)
-    widest = max((sum(_kv_widths(layer)) for layer, _ in facts(model).groups), default=0)
-    scores = _F32 * n_batch * (model.n_heads * n_kv + 3 * hidden + 2 * heads + widest + cells)
+    widest = max((sum(kv_widths(layer)) for layer, _ in facts(model).groups), default=0)
+    scores = F32 * n_batch * (model.n_heads * n_kv + 3 * hidden + 2 * heads + widest + cells)
     return max(step, output, scores)
 
 
 def output_bytes(model: Model, n_rows: int) -> int:
     """The host buffer logits are copied to: one float32 row of the vocabulary for each output row."""
-    return _F32 * model.vocab_size * max(1, n_rows)
+    return F32 * model.vocab_size * max(1, n_rows)
 
 
 # --- weights --------------------------------------------------------------------------------------------------------
@@ -218,9 +131,9 @@ def dequantised_bytes(model: Model, settings: RunSettings) -> int:
     over a prompt reads no other (ggml-cuda/fattn.cu, `ggml_cuda_flash_attn_ext_get_alloc_size`; 512 MiB for 131,072 cells of 2,048)."""
     most = 0
     for layer, _ in facts(model).groups:
-        kinds = zip(_kv_widths(layer), (settings.kv_type_k, settings.kv_type_v), strict=True)
+        kinds = zip(kv_widths(layer), (settings.kv_type_k, settings.kv_type_v), strict=True)
         most = max(most, kv_cells(layer, settings) * sum(width for width, kind in kinds if kind != "f16"))
-    return _F16 * most if settings.flash_attention else 0
+    return F16 * most if settings.flash_attention else 0
 
 
 def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> int:
@@ -236,13 +149,13 @@ def host_compute_bytes(model: Model, settings: RunSettings) -> int:
     both ends; what it computes of experts; where layers are its own, what they take. Held against llama.cpp's plans
     with a device beside the processor: exact with nothing or whole layers there, up to 12 MiB over with experts."""
     n_layers, placed = len(model.layers), settings.placement
-    ends = _F16 * _attention_mask_cells(model, settings) * settings.n_batch
-    ends += 2 * _F32 * model.hidden_size * settings.n_batch
+    ends = F16 * _attention_mask_cells(model, settings) * settings.n_batch
+    ends += 2 * F32 * model.hidden_size * settings.n_batch
     if placed.first_gpu_layer(n_layers) > 0:
         return max(ends, compute_bytes(model, settings))
     if placed.host_expert_layers(n_layers) and model.experts is not None:
         rows, narrow = (model.experts.n_active * width for width in (model.hidden_size, model.experts.intermediate))
-        ends += _F32 * settings.n_batch * max(2 * rows, rows + 2 * narrow, 3 * narrow)
+        ends += F32 * settings.n_batch * max(2 * rows, rows + 2 * narrow, 3 * narrow)
     return ends
 
 
@@ -256,7 +169,7 @@ def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
     placed = settings.placement
     if n_cards < 2 or placed.is_split:
         return 0
-    inputs = _F16 * _attention_mask_cells(model, settings) + _F32 * model.hidden_size
+    inputs = F16 * _attention_mask_cells(model, settings) + F32 * model.hidden_size
     return (_PIPELINE_COPIES - 1) * inputs * settings.n_batch
 
 
@@ -408,7 +321,7 @@ def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
         + kv_bytes(heads, own)
         + compute_bytes(heads, own)
         + output_bytes(model, outputs)
-        + _F32 * model.hidden_size * (settings.n_batch + outputs)
+        + F32 * model.hidden_size * (settings.n_batch + outputs)
     )
 
 
@@ -416,43 +329,10 @@ def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSett
     """What a trained drafter takes on llama.cpp: its file, a context of its own at 16 bits, rows of logits for what it reads at
     once (made and handed out), and the rows of the model's layers that it reads."""
     cells = settings.n_ctx + (_HEADS_DRAFT_CELLS + companion.block) * settings.slots
-    rows = _F32 * (
+    rows = F32 * (
         2 * _COMPANION_BATCH * model.vocab_size + 2 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
     )
-    return companion.file_bytes + _F16 * companion.kv_elements * cells + rows
-
-
-def _mlx_group(model: Model) -> int:
-    """The quantisation group that divides every head of a cache MLX can quantise; 0 where it can't."""
-    if any(layer.kind == "sliding" for layer, _ in facts(model).groups):
-        return 0
-    widths: set[int] = set()
-    for layer, _ in facts(model).groups:
-        if layer.kind == "mla":
-            widths |= {layer.mla_rank, layer.mla_rope_dim}
-        elif layer.kind == "full" and not layer.shares_kv:
-            widths |= {layer.head_dim_k, layer.head_dim_v}
-    common = math.gcd(*widths)
-    return next((group for group in _MLX_GROUPS if common and common % group == 0), 0)
-
-
-def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
-    """Bytes one cached element takes in MLX: 2 in the model's own 16-bit type, else its bits and its group's share."""
-    bits, group = _MLX_KV_BITS.get(kv_type, 0), _mlx_group(model)
-    return Fraction(bits, 8) + Fraction(_MLX_GROUP_EXTRA_BYTES, group) if bits and group else Fraction(_F16)
-
-
-def mlx_kv_bytes(model: Model, settings: RunSettings) -> int:
-    """mlx-lm's caches when the sequences share `n_ctx` tokens: grown by 256, sliding layers rotate within their window."""
-    elements = 0
-    context = pad(settings.n_ctx)
-    for layer, count in facts(model).groups:
-        if layer.kind in ("recurrent", "none") or layer.shares_kv:
-            continue
-        bounded = layer.kind == "sliding" and layer.window
-        cells = min(context, layer.window * settings.slots) if bounded else context
-        elements += count * cells * sum(_kv_widths(layer))
-    return int(elements * mlx_element_bytes(model, settings.kv_type))
+    return companion.file_bytes + F16 * companion.kv_elements * cells + rows
 
 
 def mlx_step_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...] = ()) -> int:

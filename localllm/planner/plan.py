@@ -17,6 +17,7 @@ from localllm.planner import (
     decode_cost,
     drafting,
     kernels,
+    kv_sizes,
     memory,
     needs,
     places,
@@ -99,7 +100,7 @@ def usual_batch(device: Device) -> int:
 def context_for(model: Model, workload: Workload) -> int:
     """Tokens to serve: what was asked, else the purpose's default within the model's native context, × parallel."""
     wanted = workload.context or min(needs.NEEDS[workload.purpose].context, model.native_context or 8192)
-    return memory.padded_context(wanted * max(1, workload.parallel))
+    return kv_sizes.padded_context(wanted * max(1, workload.parallel))
 
 
 def settings_for(
@@ -171,13 +172,13 @@ def max_context(device: Device, plan: Plan) -> int:
 
 def _longest(device: Device, model: Model, variant: Variant, settings: RunSettings) -> int:
     used = places.used(device, settings.placement)
-    low, high = 0, (model.native_context or 131072) // memory.CONTEXT_STEP
+    low, high = 0, (model.native_context or 131072) // kv_sizes.CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        longer = placing.over_cards(used, model, variant, replace(settings, n_ctx=middle * memory.CONTEXT_STEP))
+        longer = placing.over_cards(used, model, variant, replace(settings, n_ctx=middle * kv_sizes.CONTEXT_STEP))
         need = memory.need(model, variant, longer, used)
         low, high = (middle, high) if verdict(used, need) != "no" else (low, middle - 1)
-    return low * memory.CONTEXT_STEP
+    return low * kv_sizes.CONTEXT_STEP
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class _Run:
         if not self.overrides.kv_type:
             mixed = backend.mixed_kv and self.device.accelerator == "cpu"
             types = quality.ladder(self.workload.purpose, self.overrides.kv_evidence, mixed=mixed)
-        return tuple(k for k in types if memory.kv_type_allowed(self.model, k, backend)) or ("f16",)
+        return tuple(k for k in types if kv_sizes.kv_type_allowed(self.model, k, backend)) or ("f16",)
 
     def best(self, wanted: RunSettings, kv_types: Sequence[str]) -> Plan | None:
         """Of all ways these settings fit, the plan that has the best score, of several cards the fastest that are free: with each
@@ -399,7 +400,7 @@ class _Run:
             quality_spread=rating.spread,
             is_rated=rating.is_evidence,
             makers_own=rating.makers_own,
-            kv_bytes_per_1k=memory.kv_bytes_per_1k_tokens(model, settings.kv_type),
+            kv_bytes_per_1k=kv_sizes.kv_bytes_per_1k_tokens(model, settings.kv_type),
             kv_why=quality.why(settings.kv_type, workload.purpose, self.overrides.kv_evidence),
             draft_gain=speed.draft_gain(self.device, (model, variant), second) if second is not None else 1.0,
         )

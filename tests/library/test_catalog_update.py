@@ -18,7 +18,7 @@ from localllm.errors import DownloadError, UsageError
 from localllm.library import catalog_update
 from localllm.library.catalog import OLD_DAYS, SHIPPED, UPDATE_FILE, age_days, load_catalog, user_folder
 from localllm.library.hub import HubUnreachableError, Patience, list_files
-from localllm.planner import memory
+from localllm.planner import kv_sizes
 from localllm.planner.recommend import recommend
 from localllm.planner.types import RunSettings, Workload
 from localllm_catalog import catalog, from_gguf, gguf
@@ -170,7 +170,7 @@ def test_a_model_nobody_knows_is_added_from_the_header_of_its_file(hub: Hub, tmp
     assert (variant.quant, variant.repo, variant.file_bytes) == (
         "Q8_0", "somebody/Newest-1B-GGUF", file.stat().st_size,
     )  # fmt: skip
-    assert memory.kv_bytes(added, RunSettings(512)) == memory.kv_bytes(read, RunSettings(512))
+    assert kv_sizes.kv_bytes(added, RunSettings(512)) == kv_sizes.kv_bytes(read, RunSettings(512))
     # A later update of it, and of another model, leaves what was read in place.
     assert "nothing changed" in run("update", "newest-1b")
     assert load_catalog().by_id["newest-1b"].layers == read.layers

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import drafting, explain, memory, picks, recommend, speed
+from localllm.planner import drafting, explain, kv_sizes, memory, picks, recommend, speed
 from localllm.planner.plan import Overrides, plan_for
 from localllm.planner.types import DraftChoice, Plan, RunSettings, Workload
 from localllm_backends import registry
@@ -55,23 +55,23 @@ def test_mlx_memory_of_qwen3_8b_by_hand() -> None:
 )
 def test_mlx_kv_elements(model_id: str, kv_type: str, bytes_per_element: Fraction) -> None:
     model = CATALOG.by_id[model_id]
-    assert memory.mlx_element_bytes(model, kv_type) == bytes_per_element
+    assert kv_sizes.mlx_element_bytes(model, kv_type) == bytes_per_element
     assert (
-        memory.mlx_kv_bytes(model, RunSettings(4096).with_kv_type(kv_type)) == 36 * 8 * 256 * 4096 * bytes_per_element
+        kv_sizes.mlx_kv_bytes(model, RunSettings(4096).with_kv_type(kv_type)) == 36 * 8 * 256 * 4096 * bytes_per_element
     )
 
 
 def test_heads_that_64_does_not_divide_are_stored_in_groups_of_32() -> None:
     model = CATALOG.by_id["qwen3-8b"]
     narrow = replace(model, layers=tuple(replace(x, head_dim_k=96, head_dim_v=96) for x in model.layers))
-    assert memory.mlx_element_bytes(narrow, "q8_0") == Fraction(36, 32)
+    assert kv_sizes.mlx_element_bytes(narrow, "q8_0") == Fraction(36, 32)
     odd = replace(model, layers=tuple(replace(x, head_dim_k=80, head_dim_v=80) for x in model.layers))
-    assert not memory.kv_type_allowed(odd, "q8_0", registry.declared("mlx"))
+    assert not kv_sizes.kv_type_allowed(odd, "q8_0", registry.declared("mlx"))
 
 
 def test_a_sliding_window_cache_is_never_quantised_on_mlx() -> None:
-    assert not memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0", registry.declared("mlx"))
-    assert memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0")
+    assert not kv_sizes.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0", registry.declared("mlx"))
+    assert kv_sizes.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0")
     assert plan("M2 16GB", "gemma-3-27b-it", "4bit", fmt="mlx").settings.kv_type == "f16"
 
 

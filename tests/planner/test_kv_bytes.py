@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.planner import memory
+from localllm.planner import kv_sizes
 from localllm.planner.decode_cost import kv_read_bytes
 from localllm.planner.types import RunSettings
 from localllm_catalog import catalog, quants, shapes
@@ -47,15 +47,15 @@ def shaped(*layers: Layer) -> Model:
     ],
 )
 def test_kv_bytes_are_those_llama_cpp_allocates(model_id: str, tokens: int, kv_type: str, mib: int) -> None:
-    assert memory.kv_bytes(known(model_id), RunSettings(tokens).with_kv_type(kv_type)) == mib * MIB
+    assert kv_sizes.kv_bytes(known(model_id), RunSettings(tokens).with_kv_type(kv_type)) == mib * MIB
 
 
 def test_deepseek_v2_lite_as_measured() -> None:
     layer = Layer("mla", n_kv_heads=1, head_dim_k=192, head_dim_v=128, mla_rank=512, mla_rope_dim=64)
     lite = shaped(*[layer] * 27)
-    assert memory.kv_bytes(lite, RunSettings(4096)) / MIB == 121.5
-    assert memory.kv_bytes(lite, RunSettings(32_768)) / MIB == 972
-    assert memory.kv_bytes(lite, RunSettings(32_768).with_kv_type("q8_0")) / MIB == pytest.approx(516.38, abs=0.01)
+    assert kv_sizes.kv_bytes(lite, RunSettings(4096)) / MIB == 121.5
+    assert kv_sizes.kv_bytes(lite, RunSettings(32_768)) / MIB == 972
+    assert kv_sizes.kv_bytes(lite, RunSettings(32_768).with_kv_type("q8_0")) / MIB == pytest.approx(516.38, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_token_reads_no_more_than_the_window_of_a_sliding_layer(
 ) -> None:
     model = known(model_id)
     assert shapes.kv_bytes_per_token(model) == per_token
-    assert memory.kv_bytes_per_1k_tokens(model) == 1024 * long_per_token
+    assert kv_sizes.kv_bytes_per_1k_tokens(model) == 1024 * long_per_token
     assert kv_read_bytes(model, 131_072) == at_131072
 
 
@@ -101,14 +101,14 @@ def layers(draw: st.DrawFn) -> Layer:
 def test_kv_grows_with_the_context_and_never_faster_than_its_slope(
     stack: list[Layer], n_steps: int, kv_type: str
 ) -> None:
-    model, n_ctx = shaped(*stack), memory.CONTEXT_STEP * n_steps
+    model, n_ctx = shaped(*stack), kv_sizes.CONTEXT_STEP * n_steps
     here, further = (
-        memory.kv_bytes(model, RunSettings(n).with_kv_type(kv_type)) for n in (n_ctx, n_ctx + memory.CONTEXT_STEP)
+        kv_sizes.kv_bytes(model, RunSettings(n).with_kv_type(kv_type)) for n in (n_ctx, n_ctx + kv_sizes.CONTEXT_STEP)
     )
     slope = shapes.kv_bytes_per_token(model, kv_type)
-    floor = memory.kv_bytes_per_1k_tokens(model, kv_type) * memory.CONTEXT_STEP // 1024
+    floor = kv_sizes.kv_bytes_per_1k_tokens(model, kv_type) * kv_sizes.CONTEXT_STEP // 1024
     # What is not a whole byte is rounded on both sides.
-    assert floor - 1 <= further - here <= slope * memory.CONTEXT_STEP + 1
+    assert floor - 1 <= further - here <= slope * kv_sizes.CONTEXT_STEP + 1
     assert here <= slope * n_ctx
     windows = [layer.window for layer in stack if layer.kind == "sliding"]
     if n_ctx <= min(windows, default=n_ctx):

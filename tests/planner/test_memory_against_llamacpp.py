@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from localllm.planner import memory
+from localllm.planner import kv_sizes, memory
 from localllm.planner.types import MemoryNeed, RunSettings
 from localllm_backends.contract import LoadError, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type
@@ -65,7 +65,7 @@ def check(model: Model, s: ProbeSettings, planned: Planned) -> None:
     need = predicted(model, s)
     # Weights and cell counts are exact; the log rounds each cache to a hundredth of a MiB.
     assert need.weights_bytes == planned.weights_bytes
-    cells = {memory.kv_cells(layer, run_settings(s)) for layer in model.layers} - {0}
+    cells = {kv_sizes.kv_cells(layer, run_settings(s)) for layer in model.layers} - {0}
     assert cells == {c for c, _ in planned.kv_cells}, s
     assert abs(need.kv_bytes - planned.kv_bytes) <= _LOG_ROUNDING * len(planned.kv_cells), s
     assert abs(need.recurrent_bytes - planned.recurrent_bytes) <= _LOG_ROUNDING, s

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from localllm.device import table
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure
-from localllm.planner import explain, memory, places, placing, speed
+from localllm.planner import explain, kv_sizes, memory, places, placing, speed
 from localllm.planner.placing import OffloadOptions
 from localllm.planner.plan import Overrides, max_context, plan_for, typical
 from localllm.planner.serialise import plan_to_json
@@ -51,7 +51,7 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
     assert plan.fits == "split"
     assert (placed.gpu_layers, placed.kv_on_host) == (-1, False)
     assert 0 < placed.experts_on_host < len(m.layers)
-    assert plan.memory.kv_bytes == memory.kv_bytes(m, plan.settings)
+    assert plan.memory.kv_bytes == kv_sizes.kv_bytes(m, plan.settings)
     # Whole layers instead would be far slower: attention would be read from system memory too.
     layers = placing.best_split(
         device, m, variant(m), plan.settings.placed(experts_on_host=0), OffloadOptions(experts_on_host=0)
@@ -267,12 +267,12 @@ def test_nothing_is_lost_or_counted_twice(name: str, gpu_layers: int, experts: i
     on_device, host = book.device_layers(placed), book.host_weights_bytes(placed)
     assert sum(on_device) == book.device_bytes(placed)
     host_kv, host_state = book.host_kv_bytes(placed)
-    kv = sum(memory.layer_kv_bytes(m, run))
+    kv = sum(kv_sizes.layer_kv_bytes(m, run))
     # The output of a tied model is a second copy of one of the tables.
     copied = book.output_bytes - book.own_output_bytes if placed.first_gpu_layer(len(m.layers)) <= len(m.layers) else 0
-    total = memory.weights_bytes(v) + kv + sum(memory.layer_state_bytes(m, run)) + copied
+    total = memory.weights_bytes(v) + kv + sum(kv_sizes.layer_state_bytes(m, run)) + copied
     assert sum(on_device) + host + host_kv + host_state == total
-    assert kv == pytest.approx(memory.kv_bytes(m, run), abs=len(m.layers))
+    assert kv == pytest.approx(kv_sizes.kv_bytes(m, run), abs=len(m.layers))
     share = places.shares(m, v, placed)
     assert all(-1e-9 <= x <= 1 + 1e-9 for x in (share.dense, share.experts, share.kv, share.layers))
 

@@ -12,7 +12,7 @@ import pytest
 from localllm.device.named import resolve
 from localllm.device.table import rows
 from localllm.device.types import Device, Figure, Memory
-from localllm.planner import explain, memory, needs, quality, recommend, roofline, serialise, verify
+from localllm.planner import explain, kv_sizes, memory, needs, quality, recommend, roofline, serialise, verify
 from localllm.planner.plan import Overrides, max_context, plan_for
 from localllm.planner.speed import Measured
 from localllm.planner.types import Plan, RunSettings, Workload
@@ -106,7 +106,7 @@ def test_purposes_ask_for_different_models() -> None:
     assert all(m.model.fim or "autocomplete" in m.model.purposes for m in first["autocomplete"])
     assert all(m.decode_tok_s.value >= 30 for m in first["autocomplete"])
     assert all(
-        m.settings.n_ctx >= 65536 or m.settings.n_ctx == memory.padded_context(m.model.native_context)
+        m.settings.n_ctx >= 65536 or m.settings.n_ctx == kv_sizes.padded_context(m.model.native_context)
         for m in first["coding"]
     )
     assert first["chat"][0].settings.n_ctx == 16384
@@ -246,7 +246,7 @@ def test_the_longest_context_fits_and_the_next_does_not() -> None:
         return need.total_bytes <= device.room_bytes
 
     assert fits(longest)
-    assert not fits(longest + memory.CONTEXT_STEP)
+    assert not fits(longest + kv_sizes.CONTEXT_STEP)
 
 
 def test_smaller_formats_cost_quality_in_order() -> None:

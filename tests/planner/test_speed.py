@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
-from localllm.planner import decode_cost, efficiency, memory, recommend, speed
+from localllm.planner import decode_cost, efficiency, kv_sizes, recommend, speed
 from localllm.planner.speed import Measured
 from localllm.planner.streams import streamed
 from localllm.planner.types import RunSettings, Workload
@@ -74,7 +74,7 @@ def test_an_8b_at_q4_is_bound_by_bandwidth_over_4_and_a_half_gigabytes(machine: 
 
 
 def test_a_million_tokens_of_qwen3_8b_take_147_gb() -> None:
-    assert memory.kv_bytes(model("qwen3-8b"), RunSettings(1_000_000 // 256 * 256)) == pytest.approx(147e9, rel=0.005)
+    assert kv_sizes.kv_bytes(model("qwen3-8b"), RunSettings(1_000_000 // 256 * 256)) == pytest.approx(147e9, rel=0.005)
 
 
 def test_30b_a3b_at_four_and_a_half_bits_stores_17_gb_and_streams_under_2() -> None:

@@ -309,10 +309,10 @@ def _caches(plans: Sequence[Plan]) -> list[str]:
 
 
 def _slopes(model: Model) -> list[tuple[str, int]]:
-    from localllm.planner import memory
+    from localllm.planner import kv_sizes
 
     kinds = ("f16", "q8_0", "q4_0")
-    return [(k, memory.kv_bytes_per_1k_tokens(model, k)) for k in kinds if memory.kv_type_allowed(model, k)]
+    return [(k, kv_sizes.kv_bytes_per_1k_tokens(model, k)) for k in kinds if kv_sizes.kv_type_allowed(model, k)]
 
 
 def json_text(answer: Recommendation, device: Device) -> str:

@@ -21,7 +21,7 @@ from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.speculation.mtp import MtpDrafter
 from localllm.errors import UnsupportedError
 from localllm.load.load_plan import load_plan_named
-from localllm.planner import memory
+from localllm.planner import kv_sizes, memory
 from localllm.planner.types import RunSettings
 from localllm.settings import Settings
 from localllm_backends.contract import Backend, LoadSpec
@@ -277,7 +277,7 @@ def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
     # llama.cpp counts the heads' weights in both; its spare sequence is one more than the slots.
     real = variant.mtp_bytes + on.total_bytes - off.total_bytes
     assert real * 0.9 <= planned <= real * 1.25 + 2**20
-    kv = memory.kv_bytes(model, RunSettings(4096)) // 2
+    kv = kv_sizes.kv_bytes(model, RunSettings(4096)) // 2
     assert kv <= on.kv_bytes - off.kv_bytes <= kv * 1.1
 
 
