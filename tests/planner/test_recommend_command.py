@@ -265,7 +265,8 @@ def test_a_damaged_file_of_measurements_is_no_measurement(tmp_path: Path) -> Non
 
 def test_loading_the_command_loads_no_heavy_library() -> None:
     code = (
-        "import sys, localllm.cli.commands.recommend, localllm.load.measurements, localllm.cli.recommend.view;"
+        "import sys, localllm.cli.commands.recommend, localllm.load.measurements;"
+        "import localllm.cli.recommend.answers, localllm.cli.recommend.measured_view;"
         "heavy = {'numpy', 'llama_cpp', 'fastapi', 'textual', 'httpx', 'huggingface_hub', 'mlx'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

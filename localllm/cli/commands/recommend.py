@@ -97,7 +97,7 @@ def recommend(
     On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait, which pulls and starts
     models too; --plain, a pipe, --json and the options that ask for one answer print a list.
     """
-    from localllm.cli.recommend import answers, view
+    from localllm.cli.recommend import answers, measured_view, page
     from localllm.device.named import with_memory
     from localllm.errors import UsageError
     from localllm.library.catalog import load_catalog
@@ -109,7 +109,7 @@ def recommend(
     if link is not None:
         from localllm.cli.recommend import cluster
 
-        view.out(cluster.answer(device, link, model, workload, as_json=as_json))
+        page.out(cluster.answer(device, link, model, workload, as_json=as_json))
         return
     if compare:
         answers.compare(names or [], workload, everything=everything, as_json=as_json)
@@ -138,7 +138,7 @@ def recommend(
     )
     overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
     if check:
-        view.out(view.check(machine, catalog, as_json=as_json))
+        page.out(measured_view.check(machine, catalog, as_json=as_json))
         return
     question = _PlanQuery(machine, workload, overrides, catalog, as_json=as_json, explain=explain)
     if model is not None:
@@ -218,21 +218,21 @@ def _answer_side_by_side(question: _PlanQuery, names: Sequence[str], *, everythi
 def _answer_for_machine(question: _PlanQuery, *, everything: bool) -> None:
     """The plans worth running."""
     from localllm.cli import engine_builds
-    from localllm.cli.recommend import view
+    from localllm.cli.recommend import page, view
     from localllm.library.catalog import age_days, user_folder
 
     machine, answer = question.machine, question.answer(everything)
     if question.as_json:
-        view.out([view.json_text(answer, machine)])
+        page.out([view.json_text(answer, machine)])
         return
     if question.explain and answer.plans:
         from localllm.planner.explain import explain as lines
 
-        view.out([*lines(answer.plans[0], machine, columns=view.width()), ""])
+        page.out([*lines(answer.plans[0], machine, columns=page.width()), ""])
     installed = _installed(answer.plans, machine, question.catalog)
     listings_days = age_days(user_folder())
-    view.out(view.table(answer, machine, everything=everything, installed=installed, listings_days=listings_days))
-    view.out(engine_builds.note(machine, answer.plans))
+    page.out(view.table(answer, machine, everything=everything, installed=installed, listings_days=listings_days))
+    page.out(engine_builds.note(machine, answer.plans))
 
 
 def _on_a_terminal() -> bool:

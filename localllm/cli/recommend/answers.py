@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.cli.recommend import view
+from localllm.cli.recommend import machines_view, page, view
 from localllm.load.candidates import device_named, overrides_for
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def side_by_side(
         plans = planner.recommend(machines[number], [model], workload, overrides=known[number]).plans
         return plans[0] if plans else None
 
-    view.out(view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
+    page.out(machines_view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
 
 
 def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
@@ -67,7 +67,7 @@ def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_j
         model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
     # Both engines: the question is about machines one does not have, not about this installation.
     reach = recommend.reaching(everything(), model, workload, tok_s, overrides=Overrides())
-    view.out(view.reach(model, tok_s, reach, as_json=as_json))
+    page.out(machines_view.reach(model, tok_s, reach, as_json=as_json))
 
 
 def show_model(
@@ -89,15 +89,15 @@ def show_model(
             f"{model.name} has no files that this machine's engines can read", hint="see `localllm models info`"
         )
     if as_json:
-        view.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])
+        page.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])
         return
     if explain:
         from localllm.planner.explain import explain as lines
 
-        view.out([*lines(best or plans[0], device, columns=view.width()), ""])
-    view.out(view.model_table(model, plans, device, installed=installed))
+        page.out([*lines(best or plans[0], device, columns=page.width()), ""])
+    page.out(view.model_table(model, plans, device, installed=installed))
     if best is not None:
-        view.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
+        page.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
 
 
 def plot_roofline(device: Device, plans: list[Plan], file: str | None) -> None:
@@ -107,7 +107,7 @@ def plot_roofline(device: Device, plans: list[Plan], file: str | None) -> None:
 
     picture = roofline.of(device, plans)
     if file is None:
-        view.out(roofline.text(picture))
+        page.out(roofline.text(picture))
         return
     target = Path(file)
     if target.suffix == ".png":

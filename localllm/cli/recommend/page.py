@@ -1,0 +1,53 @@
+"""The page `recommend` writes on: plain lines as wide as the terminal, in signs that it has."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from localllm.formatting import rate
+
+if TYPE_CHECKING:
+    from localllm.planner.types import Range
+
+# Narrower than this tables can't be read anyway; wider than this sentences can't.
+_NARROWEST, _WIDEST = 60, 160
+BAR = 10
+
+
+def out(lines: Iterable[str]) -> None:
+    """Print lines to stdout; signs the terminal's encoding lacks become plain ones."""
+    encoding = sys.stdout.encoding or "utf-8"
+    plain = str.maketrans({"█": "#", "░": ".", "–": "-", "×": "x", "≥": ">=", "…": "...", "·": ".", "─": "-", "µ": "u"})
+    for line in lines:
+        try:
+            line.encode(encoding)
+        except UnicodeEncodeError:
+            line = line.translate(plain).encode(encoding, "replace").decode(encoding)
+        print(line)
+
+
+def width() -> int:
+    """Columns to fill: the terminal's, or 80 where there is none (COLUMNS says otherwise)."""
+    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
+
+
+def wrapped(text: str, first: str = "", further: str = "") -> list[str]:
+    return textwrap.wrap(text, width(), initial_indent=first, subsequent_indent=further, break_on_hyphens=False)
+
+
+def bar(share: float, width: int = BAR) -> str:
+    """A bar of `width` characters filled to `share` (clamped to 0..1; any use at all shows one block)."""
+    filled = min(width, max(1 if share > 0 else 0, round(share * width)))
+    return "█" * filled + "░" * (width - filled)
+
+
+def clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def speed(value: Range) -> str:
+    return f"{rate(value.low)}–{rate(value.high)}"
