@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import DownloadError
-from localllm.library.hub import LATER_HINT, TOKEN_HINT, Patience, RedirectRule, RepoFile, forbidden, retry_after
+from localllm.library.hub import LATER_HINT, TOKEN_HINT, Patience, RepoFile, forbidden, retry_after
+from localllm.library.redirects import RedirectRule
 from localllm.library.store import new_digest
 
 if TYPE_CHECKING:

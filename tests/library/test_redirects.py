@@ -13,8 +13,9 @@ from library.hub import Hub, running
 from localllm.addresses import address_kind
 from localllm.errors import DownloadError
 from localllm.library import transfer
-from localllm.library.hub import Patience, RedirectRule
+from localllm.library.hub import Patience
 from localllm.library.pull import pull
+from localllm.library.redirects import RedirectRule
 
 REPO = "tiny-org/Tiny-1B-GGUF"
 FILES = {"Tiny-1B-Q4_K_M.gguf": bytes(20_000)}
