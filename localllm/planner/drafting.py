@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
-from localllm.planner import memory, places, speed
+from localllm.planner import decode_cost, memory, places
+from localllm.planner.kernel_facts import facts as kernel_facts
+from localllm.planner.speed import decode_step
 from localllm.planner.streams import facts, streamed
-from localllm.planner.types import Plan, Range, Workload, backend_of
+from localllm.planner.types import USUAL, Plan, Range, RunSettings, Workload, backend_of
+from localllm_catalog.types import Model, Variant
 
 # While a given text is edited nearly every drafted token is right; free text accepts few, and the engine then drafts
 # nothing. (`localllm bench --speculation` measures both on the machine at hand.)
@@ -30,6 +33,56 @@ COMPANION_ACCEPTANCE = (0.4, 0.65, 0.85)
 COMPANION_LENGTHS = (1, 2, 3, 5, 8)
 COMPANION_BASIS = "drafter accepted at 40 to 85% a token, assumed; not measured here"
 HEADS_BASIS = "heads accepted at 64 to 95% a token, prose to code, as published of Qwen3.8-27B{runs}; not measured here"
+# Share of a same-family small model's tokens the large one accepts on chat and code; real ones run from 0.5 (free
+# text) to 0.9 (edits of given text). The engine measures its own and stops drafting where it does not pay.
+ASSUMED_ACCEPTANCE = 0.7
+_DRAFT_LENGTH = 4
+
+
+def speculation_gain(acceptance: float, length: int, draft_step_ratio: float, verify_ratio: float = 1.0) -> float:
+    """Speed-up of drafting `length` tokens: (1 − a^(g+1)) / (1 − a) tokens for g draft steps and one verification.
+
+    `draft_step_ratio`: draft step ÷ target step; `verify_ratio`: step over g+1 tokens ÷ step over one.
+    (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, eq. 1 and theorem 3.8.)
+    """
+    a = min(max(acceptance, 0.0), 0.999)
+    return (1 - a ** (length + 1)) / (1 - a) / (length * draft_step_ratio + verify_ratio)
+
+
+def draft_gain(device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant]) -> float:
+    """Predicted speed-up of letting `draft` propose four tokens a step (below 1 = slower)."""
+    small = decode_step(device, *draft, USUAL).total_s / decode_step(device, *target, USUAL).total_s
+    (verify,) = verify_ratios(device, *target, (_DRAFT_LENGTH + 1,))
+    return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, small, verify)
+
+
+def row_share(device: Device, variant: Variant) -> tuple[float, int]:
+    """What a further token of one sequence adds to a step, as a share of it, and how many published runs say so (0: assumed)."""
+    return kernel_facts(decode_cost.hardware_of(device, backend_of(variant).name).keys).row_share
+
+
+# The same of mixtures, whose kernels and routing take the row as it comes until most experts are read anyway: published
+# gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40) and 1.26 (Step-3.5-Flash, MI50s; ggml-org/llama.cpp#23274).
+_MIXTURE_ROW_SHARE = 0.4
+
+
+def verify_ratios(
+    device: Device, model: Model, variant: Variant, rows: Sequence[int], settings: RunSettings = USUAL
+) -> list[float]:
+    """How many plain steps a step over so many tokens of one sequence takes, for each of `rows`: weights are read once, but
+    more of the experts, and every row is computed. Sequences of their own (`speed.decode`) cost more: each has a cache and a state.
+    """
+    one = decode_step(device, model, variant, settings)
+    if decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu":
+        return [decode_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s for n in rows]
+    read, (share, _) = streamed(model, variant), row_share(device, variant)
+    routed = one.routed_s / one.total_s / max(1, read.routed_bytes)
+    if not read.routed_bytes:
+        return [1 + (n - 1) * share for n in rows]
+    more = [(read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows]
+    first = max(_MIXTURE_ROW_SHARE, share)
+    filled = [first + (n - 1) * share + extra for n, extra in zip(rows, more, strict=True)]
+    return [1 + min((n - 1) * first, most) for n, most in zip(rows, filled, strict=True)]
 
 
 def edit_gain(device: Device, plan: Plan) -> float | None:
@@ -44,14 +97,14 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
     if facts(plan.model).n_recurrent_layers:
         lengths = (plan.settings.n_rewind,) if plan.settings.n_rewind else ()
     steps = _steps(device, plan, lengths)
-    gain = max((speed.speculation_gain(EDIT_ACCEPTANCE, n, 0.0, step) for n, step in steps.items()), default=1.0)
+    gain = max((speculation_gain(EDIT_ACCEPTANCE, n, 0.0, step) for n, step in steps.items()), default=1.0)
     return gain if gain >= _PAYS else None
 
 
 def _steps(device: Device, plan: Plan, lengths: Sequence[int]) -> dict[int, float]:
     """Drafted tokens, and how many plain steps verifying them takes."""
     rows = [n + 1 for n in lengths]
-    ratios = speed.verify_ratios(device, plan.model, plan.variant, rows, plan.settings)
+    ratios = verify_ratios(device, plan.model, plan.variant, rows, plan.settings)
     return dict(zip(lengths, ratios, strict=True))
 
 
@@ -69,9 +122,9 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     steps = _steps(device, plan, lengths)
     # What loses is left alone.
     low, value, high = (
-        max(1.0, *(speed.speculation_gain(a, n, guess, step) for n, step in steps.items())) for a in HEADS_ACCEPTANCE
+        max(1.0, *(speculation_gain(a, n, guess, step) for n, step in steps.items())) for a in HEADS_ACCEPTANCE
     )
-    _, n_runs = speed.row_share(device, plan.variant)
+    _, n_runs = row_share(device, plan.variant)
     runs = f", {n_runs} of the runs on such machines" if n_runs and plan.model.experts is None else ""
     return Range(value, low, high, HEADS_BASIS.format(runs=runs))
 
@@ -86,7 +139,7 @@ def companion_gain(device: Device, plan: Plan) -> Range | None:
     lengths = [n for n in COMPANION_LENGTHS if not companion.block or n < companion.block]
     steps = _steps(device, plan, lengths)
     low, value, high = (
-        max(speed.speculation_gain(a, n, guess / n if companion.block else guess, step) for n, step in steps.items())
+        max(speculation_gain(a, n, guess / n if companion.block else guess, step) for n, step in steps.items())
         for a in COMPANION_ACCEPTANCE
     )
     return Range(max(1.0, value), max(1.0, low), max(1.0, high), COMPANION_BASIS)
@@ -102,7 +155,7 @@ def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
         return companion_gain(device, plan)
     if drafter.second is not None:
         gain = plan.draft_gain
-        return Range(gain, min(1.0, gain), gain, f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed")
+        return Range(gain, min(1.0, gain), gain, f"{ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed")
     edits = edit_gain(device, plan) if workload.purpose == "coding" else None
     if edits is None:
         return None

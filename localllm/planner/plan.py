@@ -402,7 +402,7 @@ class _Run:
             makers_own=rating.makers_own,
             kv_bytes_per_1k=kv_sizes.kv_bytes_per_1k_tokens(model, settings.kv_type),
             kv_why=quality.why(settings.kv_type, workload.purpose, self.overrides.kv_evidence),
-            draft_gain=speed.draft_gain(self.device, (model, variant), second) if second is not None else 1.0,
+            draft_gain=drafting.draft_gain(self.device, (model, variant), second) if second is not None else 1.0,
         )
         drafted = drafting.for_purpose(self.device, plan, workload)
         plan = plan if drafted is None else replace(plan, drafting=drafted)

@@ -212,7 +212,7 @@ def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str 
         pair = draft_pair(known[name], plan.variant) if name in known else None
         if pair is None:
             continue
-        gain = speed.draft_gain(device, (plan.model, plan.variant), pair)
+        gain = drafting.draft_gain(device, (plan.model, plan.variant), pair)
         drafted = replace(plan.settings, drafter=DraftChoice(name, pair))
         need = memory.need(plan.model, plan.variant, drafted, device)
         if gain >= _DRAFT_PAYS and verdict(device, need) == "yes":
@@ -220,7 +220,7 @@ def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str 
     if not found:
         return None
     gain, name, extra = max(found)
-    assumed = f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
+    assumed = f"{drafting.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
     return f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {gb(extra)} more"
 
 

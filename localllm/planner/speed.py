@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost, ranges
-from localllm.planner.kernel_facts import facts
 from localllm.planner.streams import streamed
 from localllm.planner.types import USUAL, Range, RunSettings, backend_of
 from localllm_backends.placement import Placement
@@ -117,7 +116,7 @@ def decode(
     Layers that `settings` leave in host memory run from there, and the times add up. `measured`: this machine's own
     figures, which replace the table (the same variant: its figure, moved to this depth; another: its ratio).
     """
-    step = _step(device, model, variant, settings, depth=depth, n_sequences=n_sequences)
+    step = decode_step(device, model, variant, settings, depth=depth, n_sequences=n_sequences)
     backend = backend_of(variant).name
     here = [m for m in measured if m.backend == backend and m.decoded]
     if not here:
@@ -127,7 +126,7 @@ def decode(
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class DecodeStep:
     """A decode step in seconds by cause, and how well that is known. `routed_s`: of `weights_s`, the chosen experts'."""
 
     weights_s: float
@@ -146,9 +145,9 @@ class _Step:
         return sum(self.parts)
 
 
-def _step(
+def decode_step(
     device: Device, model: Model, variant: Variant, settings: RunSettings, *, depth: int = 0, n_sequences: int = 1
-) -> _Step:
+) -> DecodeStep:
     device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     here = _over_cards(device, model, variant, settings, depth, n_sequences)
@@ -170,13 +169,13 @@ def _step(
         fixed_s = max(fixed_s, n_sequences * row_s - weights_s - attention_s)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
-        return _Step(weights_s, fixed_s, attention_s, spread, basis, here.seconds["routed"] * here.mixture_factor)
+        return DecodeStep(weights_s, fixed_s, attention_s, spread, basis, here.seconds["routed"] * here.mixture_factor)
     host = _host(device)
     there = decode_cost.decode_terms(
         model, variant, host, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
     )
     n_copied = share.crossings * n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
-    return _Step(
+    return DecodeStep(
         _divided_weights(here, share) + _divided_weights(there, share.rest),
         _divided_fixed(here, share)
         + _divided_fixed(there, share.rest)
@@ -251,7 +250,7 @@ def _same(m: Measured, model: Model, variant: Variant) -> bool:
 
 
 def _as_measured(
-    device: Device, model: Model, variant: Variant, step: _Step, here: Sequence[Measured]
+    device: Device, model: Model, variant: Variant, step: DecodeStep, here: Sequence[Measured]
 ) -> tuple[float, float, str]:
     """(seconds, spread, whose figures) of `step` as this machine's own runs say.
 
@@ -262,7 +261,7 @@ def _as_measured(
     for m in here:
         same = _same(m, model, variant)
         for depth, rate in m.decoded:
-            parts = _step(device, m.model, m.variant, m.run, depth=depth).parts
+            parts = decode_step(device, m.model, m.variant, m.run, depth=depth).parts
             seen.append((same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE)))
     prior = learned.CPU if efficiency.engine_of(device, backend_of(variant).name) == "cpu" else learned.ACCELERATOR
     learnt = learned.learn([o for _, o in seen], prior)
@@ -373,55 +372,3 @@ def load_time(variant: Variant) -> Range:
     """Seconds to read the files from disk once (a second start finds them in the page cache)."""
     value = variant.file_bytes / ASSUMED_DISK_BYTES_S
     return Range(value, value * 0.8, value * 3.0, f"assumed disk {ASSUMED_DISK_BYTES_S / 1e9:.1f} GB/s")
-
-
-def speculation_gain(acceptance: float, length: int, draft_step_ratio: float, verify_ratio: float = 1.0) -> float:
-    """Speed-up of drafting `length` tokens: (1 − a^(g+1)) / (1 − a) tokens for g draft steps and one verification.
-
-    `draft_step_ratio`: draft step ÷ target step; `verify_ratio`: step over g+1 tokens ÷ step over one.
-    (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, eq. 1 and theorem 3.8.)
-    """
-    a = min(max(acceptance, 0.0), 0.999)
-    return (1 - a ** (length + 1)) / (1 - a) / (length * draft_step_ratio + verify_ratio)
-
-
-# Share of a same-family small model's tokens the large one accepts on chat and code; real ones run from 0.5 (free
-# text) to 0.9 (edits of given text). The engine measures its own and stops drafting where it does not pay.
-ASSUMED_ACCEPTANCE = 0.7
-_DRAFT_LENGTH = 4
-
-
-def draft_gain(device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant]) -> float:
-    """Predicted speed-up of letting `draft` propose four tokens a step (below 1 = slower)."""
-    small = _step(device, *draft, USUAL).total_s / _step(device, *target, USUAL).total_s
-    (verify,) = verify_ratios(device, *target, (_DRAFT_LENGTH + 1,))
-    return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, small, verify)
-
-
-def row_share(device: Device, variant: Variant) -> tuple[float, int]:
-    """What a further token of one sequence adds to a step, as a share of it, and how many published runs say so (0: assumed)."""
-    return facts(decode_cost.hardware_of(device, backend_of(variant).name).keys).row_share
-
-
-# The same of mixtures, whose kernels and routing take the row as it comes until most experts are read anyway: published
-# gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40) and 1.26 (Step-3.5-Flash, MI50s; ggml-org/llama.cpp#23274).
-_MIXTURE_ROW_SHARE = 0.4
-
-
-def verify_ratios(
-    device: Device, model: Model, variant: Variant, rows: Sequence[int], settings: RunSettings = USUAL
-) -> list[float]:
-    """How many plain steps a step over so many tokens of one sequence takes, for each of `rows`: weights are read once, but
-    more of the experts, and every row is computed. Sequences of their own (`decode`) cost more: each has a cache and a state.
-    """
-    one = _step(device, model, variant, settings)
-    if decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu":
-        return [_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s for n in rows]
-    read, (share, _) = streamed(model, variant), row_share(device, variant)
-    routed = one.routed_s / one.total_s / max(1, read.routed_bytes)
-    if not read.routed_bytes:
-        return [1 + (n - 1) * share for n in rows]
-    more = [(read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows]
-    first = max(_MIXTURE_ROW_SHARE, share)
-    filled = [first + (n - 1) * share + extra for n, extra in zip(rows, more, strict=True)]
-    return [1 + min((n - 1) * first, most) for n, most in zip(rows, filled, strict=True)]

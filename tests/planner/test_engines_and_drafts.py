@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import drafting, explain, kv_sizes, memory, picks, recommend, speed
+from localllm.planner import drafting, explain, kv_sizes, memory, picks, recommend
 from localllm.planner.plan import Overrides, plan_for
 from localllm.planner.types import DraftChoice, Plan, RunSettings, Workload
 from localllm_backends import registry
@@ -143,7 +143,9 @@ def test_a_draft_model_is_offered_with_its_gain_its_bytes_and_what_was_assumed()
     answer = recommend.recommend(resolve("RTX PRO 6000"), models, Workload(), limit=0)
     said = [r for p in answer.plans for r in p.reasons if r.startswith("with --draft ")]
     assert said
-    assert all(f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed" in r and "GB more" in r for r in said)
+    assert all(
+        f"{drafting.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed" in r and "GB more" in r for r in said
+    )
 
 
 def test_a_radeon_is_told_what_the_other_build_would_do_and_nobody_else_is() -> None:

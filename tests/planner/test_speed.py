@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
-from localllm.planner import decode_cost, efficiency, kv_sizes, recommend, speed
+from localllm.planner import decode_cost, drafting, efficiency, kv_sizes, recommend, speed
 from localllm.planner.speed import Measured
 from localllm.planner.streams import streamed
 from localllm.planner.types import RunSettings, Workload
@@ -225,7 +225,7 @@ def test_several_streams_of_a_processor_are_no_faster_than_its_kernels() -> None
         said = speed.decode(device, m, variant(m, "Q4_K_M"), stored, depth=256, n_sequences=4)
         assert said.low < four / 4 < said.high
         # And so with the rows of a draft: on such a processor few of them pay.
-        (eight,) = speed.verify_ratios(device, m, variant(m, "Q4_K_M"), [8], stored)
+        (eight,) = drafting.verify_ratios(device, m, variant(m, "Q4_K_M"), [8], stored)
         assert eight > 4
 
 
@@ -341,16 +341,16 @@ def test_prefill_and_the_first_token_follow_a_measurement() -> None:
 
 
 def test_speculation_follows_the_published_formula() -> None:
-    assert speed.speculation_gain(0.8, 5, 0.0) == pytest.approx((1 - 0.8**6) / 0.2)
-    assert speed.speculation_gain(0.0, 4, 0.1) == pytest.approx(1 / 1.4)
+    assert drafting.speculation_gain(0.8, 5, 0.0) == pytest.approx((1 - 0.8**6) / 0.2)
+    assert drafting.speculation_gain(0.0, 4, 0.1) == pytest.approx(1 / 1.4)
 
 
 def test_drafting_pays_for_a_dense_giant_and_not_for_a_small_mixture() -> None:
     device = resolve("RTX 5090")
     draft = (model("qwen3-0.6b"), variant(model("qwen3-0.6b"), "Q4_K_M"))
     dense, mixture = model("qwen3-32b"), model("qwen3-30b-a3b")
-    big = speed.draft_gain(device, (dense, variant(dense, "Q4_K_M")), draft)
-    small = speed.draft_gain(device, (mixture, variant(mixture, "Q4_K_M")), draft)
+    big = drafting.draft_gain(device, (dense, variant(dense, "Q4_K_M")), draft)
+    small = drafting.draft_gain(device, (mixture, variant(mixture, "Q4_K_M")), draft)
     assert big > 1.3
     assert small < big
 
