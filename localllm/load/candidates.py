@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from localllm.device.types import Device
-    from localllm.planner.plan import Overrides
+    from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Plan
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model, Variant
@@ -35,7 +35,7 @@ def machine_of(name: str | None, memory_gb: float | None, catalog: Catalog) -> t
 def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     """What is known of speeds on `device`, and which engines this installation has."""
     from localllm.load import measurements
-    from localllm.planner.plan import Overrides
+    from localllm.planner.starting_settings import Overrides
     from localllm_backends import registry
 
     own = [] if device.simulated else [r for r in measurements.load() if r.machine == device.name]
@@ -70,8 +70,8 @@ def best_variant(model: Model) -> Variant:
     """The variant of `model` that the planner would run here: the best that fits, else the smallest."""
     from localllm.device.detect import detect
     from localllm.errors import DoesNotFitError
-    from localllm.planner.plan import Overrides
     from localllm.planner.recommend import variants_of
+    from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Workload
     from localllm_backends import registry
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from localllm.library.types import LocalModel
     from localllm.load.companions import ChosenDrafter
     from localllm.planner.placing import OffloadOptions
-    from localllm.planner.plan import Overrides
     from localllm.planner.quality import KvPrecision
+    from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Plan, Workload
     from localllm.settings import Settings
     from localllm_catalog.catalog import Catalog
@@ -57,7 +57,7 @@ def plan_inputs(
     from localllm.library.catalog import open_model
     from localllm.load import measurements
     from localllm.planner import kernels
-    from localllm.planner.plan import Overrides
+    from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Workload
 
     model = opened.model

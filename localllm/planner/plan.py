@@ -1,6 +1,7 @@
 """One Variant on one Device as a Plan: which settings fit it, what they cost, and how fast that is. Pure.
 
-The settings are made here and nowhere else, and travel whole: memory, speed, and the loader read the same value.
+The settings that starting_settings.py makes are settled here and nowhere else, and travel whole: memory, speed, and the
+loader read the same value.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from localllm.memory.verdict import verdict as judge
 from localllm.planner import (
     decode_cost,
     drafting,
-    kernels,
     kv_sizes,
     memory,
     needs,
@@ -28,126 +28,22 @@ from localllm.planner import (
 )
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.needs import SPLIT_COST, Need, score
-from localllm.planner.placing import FREE, OffloadOptions
-from localllm.planner.projector import listed_bytes
-from localllm.planner.quality import KvPrecision
-from localllm.planner.speed import Measured
-from localllm.planner.streams import facts
+from localllm.planner.starting_settings import NOTHING_FIXED, Overrides, context_for, settings_for, usual_batch
 from localllm.planner.types import (
     DEFAULT_BATCH,
-    DEFAULT_SLOTS,
     USUAL,
-    CompanionDrafter,
-    DraftChoice,
     MemoryNeed,
     Plan,
     RunSettings,
     Workload,
     backend_of,
 )
-from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
-# Tokens of one step on a processor at most: a prompt alone is read in such steps, beside others in shorter ones.
-CPU_BATCH = 512
-# Windowed caches and recurrent states cost memory per sequence, so those models get fewer by default.
-_SLOTS_PER_SEQUENCE_STATE = 4
-# Rows of logits a step may ask for: each sequence's own and its draft's, within what a step's buffer should cost.
-_OUTPUTS_PER_SLOT = 16
-_MOST_OUTPUTS = 64
 # Beyond a prompt of this length its own speed is predicted for the first token, not that of the published figure.
 _PREFILL_PROMPT_TOKENS = 2048
 # An answer that is this much slower at most is the price of reading prompts in larger steps beside system memory.
 _AS_FAST = 0.97
-
-
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    """What the person or the machine has fixed: measurements, engines at hand, and settings ("" / 0 / None = free).
-
-    `kv_evidence`: what KV types were measured to cost on the very model that is planned.
-    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as `draft_model`;
-    `companion`: a drafter trained for the model, found beside it or asked for. `offload`: where somebody insists on
-    having layers and experts. `sees`: its image projector is loaded too.
-    """
-
-    measured: tuple[Measured, ...] = ()
-    backends: tuple[str, ...] = ()
-    kv_type: str = ""
-    kv_evidence: tuple[KvPrecision, ...] = ()
-    slots: int = 0
-    draft: str = ""
-    draft_model: Model | None = None
-    companion: CompanionDrafter | None = None
-    companion_found: bool = False
-    offload: OffloadOptions = FREE
-    sees: bool = False
-
-
-NOTHING_FIXED = Overrides()
-
-
-def default_slots(model: Model, parallel: int = 1) -> int:
-    """Sequences to hold: 8 where an idle one costs nothing, 4 where each has its own window or state."""
-    return max(_SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS, parallel)
-
-
-def usual_batch(device: Device) -> int:
-    """Tokens of one step where nothing says that more pay."""
-    return CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH
-
-
-def context_for(model: Model, workload: Workload) -> int:
-    """Tokens to serve: what was asked, else the purpose's default within the model's native context, × parallel."""
-    wanted = workload.context or min(needs.NEEDS[workload.purpose].context, model.native_context or 8192)
-    return kv_sizes.padded_context(wanted * max(1, workload.parallel))
-
-
-def settings_for(
-    device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides
-) -> RunSettings:
-    """How `variant` is run on `device`, before its KV type and its layers' places are settled by what fits."""
-    slots = overrides.slots or default_slots(model, workload.parallel)
-    drafter = _drafter(variant, overrides)
-    return RunSettings(
-        n_ctx=context_for(model, workload),
-        slots=slots,
-        spare=memory.spare_sequences(model, variant, heads=drafter.reads_along),
-        n_batch=usual_batch(device),
-        n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
-        n_rewind=memory.rewind_for(model, drafter) if backend_of(variant).snapshots else 0,
-        drafter=drafter,
-        placement=Placement(
-            tables="disk" if places.disk_bytes(model, variant, USUAL) else USUAL.placement.tables,
-            weights="read" if KINDS[device.accelerator].reads_weights and backend_of(variant).splits else "auto",
-            layout=kernels.layout(device, model, variant, workload),
-        ),
-        projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
-        scores_at_once=backend_of(variant).scores_at_once,
-    )
-
-
-def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
-    second = overrides.draft_model
-    pair = draft_pair(second, variant) if second is not None else None
-    companion = overrides.companion if backend_of(variant).draft_heads else None
-    return DraftChoice(overrides.draft or "auto", pair, companion, overrides.companion_found)
-
-
-def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
-    """`small` in the files that would draft for `variant`, on the same engine; None where it has none."""
-    files = [v for v in small.variants if backend_of(v) == backend_of(variant)]
-    return (small, typical(files)) if files else None
-
-
-def typical(variants: Sequence[Variant]) -> Variant:
-    """The variant people ask about: Q4_K_M or its like, else the one nearest to 4.8 bits."""
-    for quant in ("Q4_K_M", "UD-Q4_K_M", "MXFP4", "UD-Q4_K_XL", "4bit"):
-        for variant in variants:
-            if variant.quant == quant:
-                return variant
-    ordered = sorted(variants, key=lambda v: v.file_bytes)
-    return ordered[len(ordered) // 2]
 
 
 # --- does it fit ----------------------------------------------------------------------------------------------------

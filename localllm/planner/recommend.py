@@ -25,16 +25,8 @@ from localllm.planner import (
     why,
 )
 from localllm.planner.needs import Need
-from localllm.planner.plan import (
-    NOTHING_FIXED,
-    Overrides,
-    draft_pair,
-    finished,
-    max_context,
-    plan_for,
-    typical,
-    verdict,
-)
+from localllm.planner.plan import finished, max_context, plan_for, verdict
+from localllm.planner.starting_settings import NOTHING_FIXED, Overrides, draft_pair, typical
 from localllm.planner.types import USUAL, DraftChoice, Plan, Recommendation, Rejected, Workload, backend_of
 from localllm_backends import registry
 from localllm_catalog.types import Model, Variant

@@ -15,7 +15,8 @@ from localllm.device.named import resolve
 from localllm.engine.worker import backends
 from localllm.errors import UsageError
 from localllm.planner import recommend
-from localllm.planner.plan import Overrides, plan_for
+from localllm.planner.plan import plan_for
+from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Workload
 from localllm_backends import registry
 from localllm_backends.contract import BackendType, Declaration, LoadSpec

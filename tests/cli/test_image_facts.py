@@ -11,8 +11,8 @@ from localllm.cli.all_commands import app
 from localllm.library.catalog import load_catalog
 from localllm.load.candidates import device_named, image_readers
 from localllm.planner import memory
-from localllm.planner.plan import Overrides, settings_for
 from localllm.planner.projector import listed_bytes
+from localllm.planner.starting_settings import Overrides, settings_for
 from localllm.planner.types import Workload
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.types import ImageTokens

@@ -9,7 +9,8 @@ from localllm.engine.worker.client import WorkerOptions
 from localllm.library.types import LocalModel
 from localllm.load.load_plan import LoadPlan
 from localllm.load.sharing import on_cards_of_their_own
-from localllm.planner.plan import plan_for, typical
+from localllm.planner.plan import plan_for
+from localllm.planner.starting_settings import typical
 from localllm.planner.types import Workload
 from localllm_backends.contract import LoadSpec
 from localllm_catalog import catalog

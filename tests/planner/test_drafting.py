@@ -12,8 +12,9 @@ from localllm.device.named import resolve
 from localllm.engine.worker import backends
 from localllm.load.load_plan import load_plan_named
 from localllm.planner import drafting
-from localllm.planner.plan import Overrides, plan_for, typical
+from localllm.planner.plan import plan_for
 from localllm.planner.recommend import recommend
+from localllm.planner.starting_settings import Overrides, typical
 from localllm.planner.types import Plan, Workload
 from localllm.settings import Settings
 from localllm_catalog import catalog

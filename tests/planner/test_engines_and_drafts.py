@@ -10,7 +10,8 @@ import pytest
 
 from localllm.device.named import resolve
 from localllm.planner import drafting, explain, kv_sizes, memory, picks, recommend
-from localllm.planner.plan import Overrides, plan_for
+from localllm.planner.plan import plan_for
+from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import DraftChoice, Plan, RunSettings, Workload
 from localllm_backends import registry
 from localllm_backends.contract import KvType

@@ -10,8 +10,9 @@ from localllm.device.named import resolve
 from localllm.load.options import load_spec
 from localllm.planner import memory, speed
 from localllm.planner.explain import explain
-from localllm.planner.plan import plan_for, typical
+from localllm.planner.plan import plan_for
 from localllm.planner.speed import Measured
+from localllm.planner.starting_settings import typical
 from localllm.planner.types import Plan, RunSettings, Workload
 from localllm_catalog import catalog
 

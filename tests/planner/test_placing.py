@@ -17,9 +17,10 @@ from localllm.device.named import resolve
 from localllm.device.types import Device, Figure
 from localllm.planner import explain, kv_sizes, memory, places, placing, speed
 from localllm.planner.placing import OffloadOptions
-from localllm.planner.plan import Overrides, max_context, plan_for, typical
+from localllm.planner.plan import max_context, plan_for
 from localllm.planner.serialise import plan_to_json
 from localllm.planner.speed import Measured
+from localllm.planner.starting_settings import Overrides, typical
 from localllm.planner.types import USUAL, RunSettings, Workload
 from localllm_backends.placement import Placement
 from localllm_catalog import catalog, from_gguf, gguf

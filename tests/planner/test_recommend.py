@@ -13,8 +13,9 @@ from localllm.device.named import resolve
 from localllm.device.table import rows
 from localllm.device.types import Device, Figure, Memory
 from localllm.planner import explain, kv_sizes, memory, needs, quality, recommend, roofline, serialise, verify
-from localllm.planner.plan import Overrides, max_context, plan_for
+from localllm.planner.plan import max_context, plan_for
 from localllm.planner.speed import Measured
+from localllm.planner.starting_settings import Overrides
 from localllm.planner.types import Plan, RunSettings, Workload
 from localllm_catalog import catalog
 from planner import golden

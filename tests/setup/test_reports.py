@@ -21,7 +21,8 @@ from localllm.device.types import Device, Memory, Readings
 from localllm.engine.cache import eviction
 from localllm.engine.cache.store import KvStore
 from localllm.load.options import load_spec
-from localllm.planner.plan import plan_for, typical
+from localllm.planner.plan import plan_for
+from localllm.planner.starting_settings import typical
 from localllm.planner.types import Plan, Workload
 from localllm.setup import builds, trial
 from localllm.setup.host import assumed

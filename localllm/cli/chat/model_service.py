@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from localllm.device.types import Device
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
-    from localllm.planner.plan import Overrides
+    from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Workload
     from localllm_catalog.catalog import Catalog
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from localllm.device.types import Device
-    from localllm.planner.plan import Overrides
+    from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Plan, Recommendation, Workload
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model, Purpose

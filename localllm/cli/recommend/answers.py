@@ -11,7 +11,7 @@ from localllm.load.candidates import device_named, overrides_for
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
-    from localllm.planner.plan import Overrides
+    from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.types import Model
 
@@ -60,7 +60,7 @@ def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_j
     from localllm.device.named import everything
     from localllm.library.names import same_quant
     from localllm.planner import recommend
-    from localllm.planner.plan import Overrides
+    from localllm.planner.starting_settings import Overrides
 
     model, quant = asked
     if quant:

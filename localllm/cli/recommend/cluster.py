@@ -40,12 +40,13 @@ def answer(device: str | None, link: str, reference: str | None, workload: Workl
 
     from localllm.library.catalog import load_catalog
     from localllm.library.describe import describe
-    from localllm.planner import cluster, plan
+    from localllm.planner import cluster
+    from localllm.planner.starting_settings import context_for
     from localllm.planner.types import RunSettings
 
     boxes, reference = _joined(device, link, reference)
     model, quant = describe(reference, load_catalog())
-    settings = RunSettings(n_ctx=plan.context_for(model, workload), slots=workload.parallel)
+    settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
     way = cluster.LINKS[link]
     variants = [v for v in model.variants if not quant or v.quant.lower() == quant.lower()]
     plans = [(v.quant, cluster.plan(model, v, settings, boxes, way)) for v in variants if not v.is_folder]

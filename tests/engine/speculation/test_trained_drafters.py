@@ -16,7 +16,8 @@ from localllm.device.named import resolve
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.planner.drafting import verify_ratios
-from localllm.planner.plan import plan_for, typical
+from localllm.planner.plan import plan_for
+from localllm.planner.starting_settings import typical
 from localllm.planner.types import Workload
 from localllm_backends.contract import Chunk
 from localllm_catalog import catalog
