@@ -1,0 +1,250 @@
+"""Brings the files of a selection into the hub's cache: checks the space, resumes, verifies, links them in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm import json_store
+from localllm.errors import DownloadError, ModelFileError
+from localllm.library import app_folders, file_kinds, hf_cache, hub, names, store, transfer
+from localllm.library.file_kinds import is_gguf
+from localllm.library.hub import Listing, Patience, RepoFile
+from localllm.library.targets import PullTarget
+from localllm.library.transfer import DownloadMeter, DownloadProgress
+from localllm.library.types import LocalModel
+from localllm.library.variants import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+
+_CONFIG = "config.json"
+_CheckKind = Callable[[Path, RepoFile], None]
+# With so much of a file its header's first keys are there.
+_HEADER_BYTES = 1 << 20
+
+
+class NoModelError(Exception):
+    """`file`, on its way, says in its header that it is no model: `why` it is refused."""
+
+    def __init__(self, file: str, why: DownloadError) -> None:
+        super().__init__(file)
+        self.file, self.why = file, why
+
+
+def bring(
+    listing: Listing,
+    selection: Selection,
+    wanted: PullTarget,
+    say: Callable[[DownloadProgress], None],
+    reserve_bytes: int,
+    patience: Patience,
+) -> LocalModel:
+    """The model of `selection`, with what was missing of it fetched. Raises NoModelError, DownloadError."""
+    cache = app_folders.hub_cache()
+    folder = hf_cache.repo_folder(cache, listing.repo)
+    files = [*selection.files, *([selection.projector] if selection.projector else [])]
+    meter = DownloadMeter(selection.total_bytes, say)
+    missing = [f for f in files if not _is_there(folder, listing, f)]
+    _check_space(cache, folder, missing, reserve_bytes, listing.repo)
+    if missing:
+        address = hub.endpoint()
+        with transfer.new_client(hub.headers(anonymous=listing.anonymous), patience, address) as client:
+            for file in files:
+                if file in missing:
+                    model = file in selection.files and is_gguf(file.name) and not wanted.drafts
+                    check = _check_kind if model else None
+                    _bring_file(client, folder, listing, file, meter, patience, check)
+                meter.finished(file.size_bytes)
+                if file.name == _CONFIG and selection.format.is_folder:
+                    _check_format(folder / "snapshots" / listing.commit / file.name, listing.repo)
+    _write_ref(folder, listing, wanted.revision)
+    say(DownloadProgress("done", selection.files[0].name, selection.total_bytes, selection.total_bytes))
+    return _as_local(folder, listing, selection, wanted)
+
+
+def _check_format(config: Path, repo: str) -> None:
+    """Raises DownloadError for weights in another program's format, before they travel."""
+    from localllm_catalog.from_hf import foreign_format
+
+    foreign = foreign_format(json_store.read(config))
+    if foreign:
+        raise DownloadError(
+            f"the weights of {repo} are in {foreign}, which neither MLX nor llama.cpp runs",
+            hint="take a GGUF file of the model, or an MLX conversion (mlx-community has many)",
+        )
+
+
+def _is_there(folder: Path, listing: Listing, file: RepoFile) -> bool:
+    pointer = folder / "snapshots" / listing.commit / file.name
+    try:
+        return pointer.stat().st_size == file.size_bytes and hf_cache.digest_of(pointer) in (file.digest, "")
+    except OSError:
+        return False
+
+
+def _check_space(cache: Path, folder: Path, missing: list[RepoFile], reserve_bytes: int, repo: str) -> None:
+    """Refuse before the first byte what would not fit. Partials count as brought."""
+    need = 0
+    for file in missing:
+        blob = folder / "blobs" / file.digest
+        if not blob.exists():
+            partial = _partial(blob)
+            need += file.size_bytes - (min(partial.stat().st_size, file.size_bytes) if partial.exists() else 0)
+    if not need:
+        return
+    existing = next(p for p in (cache, *cache.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if need + reserve_bytes > free:
+        raise DownloadError(
+            f"{repo} needs {need / 1e9:.2f} GB more, and the disk of {cache} has {free / 1e9:.2f} GB free",
+            hint="make room (`localllm models du`, `localllm models prune`), set HF_HOME to a bigger disk, or take a smaller quant",
+        )
+
+
+def _partial(blob: Path) -> Path:
+    return blob.with_name(blob.name + ".incomplete")
+
+
+def _bring_file(
+    client: httpx.Client,
+    folder: Path,
+    listing: Listing,
+    file: RepoFile,
+    meter: DownloadMeter,
+    patience: Patience,
+    check: _CheckKind | None,
+) -> None:
+    """One file: its blob (fetched, or checked if another program left it there), then the link in the snapshot."""
+    blob = folder / "blobs" / file.digest
+    try:
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder, file.digest):
+            if blob.exists() and not _keeps_its_name(blob, file, meter):
+                _demote(blob)
+            if not blob.exists():
+                _fetch(client, blob, listing, file, meter, patience, check)
+            _link(blob, folder / "snapshots" / listing.commit / file.name)
+    except OSError as e:
+        raise transfer.disk_trouble(e, blob) from e
+
+
+def _keeps_its_name(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
+    """True if a blob we did not bring has the content its name promises (others check lengths only)."""
+    if blob.stat().st_size != file.size_bytes:
+        return False
+    have = 0
+
+    def count(n: int) -> None:
+        nonlocal have
+        have += n
+        meter.report("verifying", file.name, have, file.digest)
+
+    return store.digest_file(blob, file.digest, count) == file.digest
+
+
+def _demote(blob: Path) -> None:
+    """A blob with wrong content becomes a partial if it is only too short, and goes otherwise."""
+    if blob.is_symlink():
+        blob.unlink()  # the shared store's file is huggingface-hub's to remove
+        return
+    os.replace(blob, _partial(blob))
+
+
+def _fetch(
+    client: httpx.Client,
+    blob: Path,
+    listing: Listing,
+    file: RepoFile,
+    meter: DownloadMeter,
+    patience: Patience,
+    check: _CheckKind | None,
+) -> None:
+    partial = _partial(blob)
+    url = hub.file_url(listing, file.name)
+
+    checked = False
+
+    def on_bytes(have: int, state: transfer.State) -> None:
+        nonlocal checked
+        meter.report(state, file.name, have, file.digest)
+        if check is not None and not checked and have >= min(_HEADER_BYTES, file.size_bytes):
+            checked = True
+            check(partial, file)
+
+    partial.touch()
+    transfer.Fetch(client, url, file, partial, patience, on_bytes).run()
+    with partial.open("rb+") as f:
+        os.fsync(f.fileno())
+    os.replace(partial, blob)
+
+
+def _check_kind(partial: Path, file: RepoFile) -> None:
+    """Raises NoModelError, and lets the bytes go, where what has arrived says that it is no model."""
+    try:
+        if names.is_first_part(file.name):
+            file_kinds.check_is_model(partial)
+    except ModelFileError as e:
+        partial.unlink(missing_ok=True)
+        raise NoModelError(file.name, DownloadError(e.message.replace(partial.name, file.name, 1), hint=e.hint)) from e
+
+
+@contextmanager
+def _lock(folder: Path, digest: str) -> Iterator[None]:
+    """huggingface-hub's own lock of this blob: two programs never fetch it at the same time."""
+    from huggingface_hub.utils import WeakFileLock
+
+    place = folder.parent / ".locks" / folder.name
+    place.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(place / f"{digest}.lock"):
+        yield
+
+
+def _link(blob: Path, pointer: Path) -> None:
+    """Point the snapshot's name at the blob, as huggingface-hub does: a relative link, or the file itself without links."""
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    if pointer.is_symlink() or pointer.exists():
+        pointer.unlink()
+    try:
+        pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+    except OSError:
+        os.replace(blob, pointer)
+
+
+def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
+    """Let `main` (or the branch asked for) name this commit, so that other tools find it offline."""
+    name = revision or "main"
+    if name == listing.commit:
+        return
+    ref = folder / "refs" / name
+    try:
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        if not ref.is_file() or ref.read_text(encoding="ascii", errors="replace") != listing.commit:
+            partial = ref.with_name(f".{ref.name}.{os.getpid()}")
+            partial.write_text(listing.commit, encoding="ascii")
+            os.replace(partial, ref)
+    except OSError as e:
+        raise transfer.disk_trouble(e, ref) from e
+
+
+def _as_local(folder: Path, listing: Listing, selection: Selection, wanted: PullTarget) -> LocalModel:
+    snapshot = folder / "snapshots" / listing.commit
+    weights = tuple(snapshot / f.name for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors")))
+    is_folder = selection.format.is_folder
+    return LocalModel(
+        wanted.name or (listing.repo.partition("/")[2] if is_folder else names.stem_of(weights[0].name)),
+        snapshot if is_folder else weights[0],
+        selection.format,
+        selection.weights_bytes,
+        selection.quant,
+        "hf-cache",
+        listing.repo,
+        weights,
+        snapshot / selection.projector.name if selection.projector else None,
+    )
