@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from localllm.engine.cache.eviction import Block
-from localllm.engine.cache.matching import PromptMatch, miss_reason, recomputed
-from localllm.engine.cache.pool import NO_SOURCE, PrefixSource
+from localllm.engine.cache.matching import NO_SOURCE, PrefixSource, PromptMatch, miss_reason, recomputed
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.messages import Failure, Prefill
 from localllm.engine.request import RunningRequest

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from localllm.engine import EngineSettings
 from localllm.engine.admission import Admission, MemoryPolicy
-from localllm.engine.cache.disk import NO_DISK, tier_of
+from localllm.engine.cache.disk import tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.host.contention import ThreadThrottle, of_this_process
@@ -379,7 +379,6 @@ class Engine:
 
     def snapshot(self) -> dict[str, float | int | str]:
         self._memory.apply()
-        kv = self.pool.kv
         return {
             **self.metrics.snapshot(self.clock()),
             **self.speculator.snapshot(),
@@ -387,18 +386,12 @@ class Engine:
             **self._kv_evidence.snapshot(),
             "waiting": len(self.jobs.waiting),
             "running": len(self.jobs.running),
-            "residents": self.pool.n_idle,
+            **self.pool.snapshot(),
             "kv_cells": self.backend.info.n_ctx,
             "kv_cells_free": self.backend.cells_free(),
-            "cache_bytes": kv.budget.held_bytes,
-            "cache_capacity_bytes": kv.budget.capacity_bytes,
-            "cache_evicted_tokens": kv.cache.evicted_tokens,
-            "restored_tokens": self.pool.restored_tokens,
-            "lost_blocks": kv.lost_blocks,
             "prefill_chunk": self._sizer.chunk,
             "power_share": self.settings.power,
             "decode_threads_most": self._throttle.threads,
-            **(kv.disk.snapshot() if kv.disk else NO_DISK),
             **(self._images.encoder.snapshot() if self._images else {}),
         }
 

@@ -14,8 +14,8 @@ from engine.drive import GREEDY, Outcome
 from localllm.engine import EngineSettings, admission
 from localllm.engine.cache import matching, pool, tree
 from localllm.engine.cache.eviction import Block
-from localllm.engine.cache.matching import PromptMatch
-from localllm.engine.cache.pool import PrefixSource, SequencePool
+from localllm.engine.cache.matching import PrefixSource, PromptMatch
+from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.core import Engine

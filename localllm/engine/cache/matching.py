@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from localllm.engine.cache import tunables
-from localllm.engine.cache.eviction import Block
+from localllm.engine.cache.eviction import Block, IdleSequence
 from localllm.engine.cache.tree import CachedPart, Match, PrefixCache, as_tokens, common_prefix
 from localllm.engine.tokens import Tokens
 
@@ -102,6 +102,26 @@ class RestorePlan:
         """What is left of it for such a sequence."""
         parts = (replace(p, start=max(p.start, held)) for p in self.parts if p.stop > held and self.divisible)
         return RestorePlan(self.match, tuple(parts), known=self.known, divisible=self.divisible)
+
+
+@dataclass(frozen=True)
+class PrefixSource:
+    """Where `length` of a prompt's tokens can come from, `held` of them from a sequence in the context and the rest, by
+    `plan`, from the cache. `known` is how far the prompt followed any known sequence. `state`: the state behind what is
+    held, where the sequence that has it can't go back there by itself."""
+
+    kind: Literal["none", "running", "idle", "cached"]
+    length: int
+    known: int
+    held: int = 0
+    idle: IdleSequence | None = None
+    sequence: int | None = None
+    plan: RestorePlan | None = None
+    state: Block | None = None
+
+
+# For a request that takes nothing from others.
+NO_SOURCE = PrefixSource("none", 0, 0, plan=RestorePlan(Match((), 0, None), ()))
 
 
 def plan_restore(

@@ -13,57 +13,20 @@ Which leave first: cache/eviction.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from localllm.engine.cache import eviction, tunables
+from localllm.engine.cache.disk import NO_DISK
 from localllm.engine.cache.eviction import Block, ExportState, IdleSequence, Space
-from localllm.engine.cache.matching import PromptMatch, RestorePlan, RunningSequence
-from localllm.engine.cache.restore import Restoration
+from localllm.engine.cache.matching import NO_SOURCE, PrefixSource, PromptMatch, RunningSequence
+from localllm.engine.cache.restore import Acquired, Restoration
 from localllm.engine.cache.store import KvStore, Signs, checkpoints
-from localllm.engine.cache.tree import Match, PrefixCache
+from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
 _STATES: dict[Space, ExportState] = {"free": "exporting", "pending": "awaiting", "full": "refused"}
-
-
-@dataclass(frozen=True)
-class PrefixSource:
-    """Where `length` of a prompt's tokens can come from, `held` of them from a sequence in the context and the rest, by
-    `plan`, from the cache. `known` is how far the prompt followed any known sequence. `state`: the state behind what is
-    held, where the sequence that has it can't go back there by itself."""
-
-    kind: Literal["none", "running", "idle", "cached"]
-    length: int
-    known: int
-    held: int = 0
-    idle: IdleSequence | None = None
-    sequence: int | None = None
-    plan: RestorePlan | None = None
-    state: Block | None = None
-
-
-# For a request that takes nothing from others.
-NO_SOURCE = PrefixSource("none", 0, 0, plan=RestorePlan(Match((), 0, None), ()))
-
-
-@dataclass(frozen=True)
-class Acquired:
-    """A sequence for a request: `held` tokens of its prompt are in it, `rest` is still to be imported (None: nothing)."""
-
-    sequence: int
-    held: int
-    rest: Restoration | None = None
-
-    def at_once(self) -> tuple[int, int]:
-        """(sequence, tokens held) after importing all of it that comes without computing."""
-        if self.rest is None:
-            return self.sequence, self.held
-        while not self.rest.done and self.rest.computes_to is None:
-            self.rest.step()
-        self.rest.close()
-        return self.sequence, self.rest.held
 
 
 class SequencePool(eviction.OtherPlaces):
@@ -88,6 +51,18 @@ class SequencePool(eviction.OtherPlaces):
     @property
     def n_idle(self) -> int:
         return len(self._idle)
+
+    def snapshot(self) -> dict[str, int]:
+        """What it and the cache hold, and what became of it, as plain values."""
+        return {
+            "residents": self.n_idle,
+            "restored_tokens": self.restored_tokens,
+            "cache_bytes": self.kv.budget.held_bytes,
+            "cache_capacity_bytes": self.kv.budget.capacity_bytes,
+            "cache_evicted_tokens": self.cache.evicted_tokens,
+            "lost_blocks": self.kv.lost_blocks,
+            **(self.kv.disk.snapshot() if self.kv.disk else NO_DISK),
+        }
 
     # --- finding -------------------------------------------------------------------------------------------------
 

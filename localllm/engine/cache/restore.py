@@ -209,3 +209,21 @@ class Restoration:
     def _miss(self, reason: str, n_tokens: int) -> None:
         if n_tokens > 0:
             self.missed[reason] = self.missed.get(reason, 0) + n_tokens
+
+
+@dataclass(frozen=True)
+class Acquired:
+    """A sequence for a request: `held` tokens of its prompt are in it, `rest` is still to be imported (None: nothing)."""
+
+    sequence: int
+    held: int
+    rest: Restoration | None = None
+
+    def at_once(self) -> tuple[int, int]:
+        """(sequence, tokens held) after importing all of it that comes without computing."""
+        if self.rest is None:
+            return self.sequence, self.held
+        while not self.rest.done and self.rest.computes_to is None:
+            self.rest.step()
+        self.rest.close()
+        return self.sequence, self.rest.held
