@@ -15,7 +15,6 @@ memory only; it is written when it leaves that, if the day has bytes again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import queue
@@ -26,12 +25,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import Block, EvictablePool, Kind, StoredFile, depth, file_time_ns, files_to_remove
-from localllm.engine.cache.folder import WriteBudget, put_label
-from localllm.engine.cache.kv_file import KvEntry, Readable, ReadAhead, read_data, read_entry
+from localllm.engine.cache.folder import Survey, WriteBudget, folder_names, put_label, remove_stale
+from localllm.engine.cache.kv_file import KvEntry, Readable, ReadAhead, read_data, read_entry, write_pieces
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Backend
@@ -91,14 +90,6 @@ class DiskBlock(Block):
         self.data = None
 
 
-class _Survey(NamedTuple):
-    """The files of all models, those unused the longest first, what they take, and what they may take."""
-
-    files: Sequence[StoredFile] = ()
-    files_bytes: int = 0
-    most_bytes: int = 0
-
-
 @dataclass
 class DiskTier:
     """The directory of one model's prefixes. `identity` names all that gives the bytes their meaning: weights, tokenizer,
@@ -125,7 +116,7 @@ class DiskTier:
     _told: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
     # As of the last write, less what the engine removed since.
-    _seen: _Survey = field(default_factory=_Survey)
+    _seen: Survey = field(default_factory=Survey)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _blocks: dict[Path, DiskBlock] = field(default_factory=dict)
@@ -162,7 +153,7 @@ class DiskTier:
             block.used_ns = at_ns
         self.budget.written_bytes()
         # Where nothing can be written now it may be later: each try finds out.
-        self._seen = _Survey(most_bytes=self.capacity_bytes)
+        self._seen = Survey(most_bytes=self.capacity_bytes)
         with contextlib.suppress(OSError):
             self._seen = self._survey()
         self._start()
@@ -173,12 +164,6 @@ class DiskTier:
             data=None, start=entry.start, stop=len(entry.tokens), size_bytes=size_bytes, path=path, tier=self, kind=kind,
             file_bytes=entry.size_bytes(size_bytes)
         )  # fmt: skip
-
-    def remove_stale(self, older: str) -> None:
-        """Remove the directories beside this one whose names begin with `older`: what they hold has lost its meaning."""
-        for path in self.directory.parent.glob(f"{older}*"):
-            if path != self.directory and path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
 
     def make_block(self, tokens: Tokens, data: bytes, start: int, kind: Kind = "kv") -> DiskBlock:
         """A block for `cache.insert`, which ends where `tokens` do; `write` has it written then."""
@@ -302,8 +287,7 @@ class DiskTier:
             self._blocks.pop(path, None)
             if block.data is None:
                 pool.forget(block)
-        left = [file for file in self._seen.files if file.path not in removed]
-        self._seen = self._seen._replace(files=left, files_bytes=sum(file.size_bytes for file in left))
+        self._seen = self._seen.without(removed)
         return True
 
     def hurry(self, wanted: bool) -> None:
@@ -388,18 +372,13 @@ class DiskTier:
         put_label(self.directory, self.model)
         self._make_room(block, until_ns)
         self.budget.count(self.directory, block.file_bytes)
-        part = block.path.with_suffix(".part")
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as f:
-            started = time.perf_counter()
-            for piece in entry.pieces(data):
-                f.write(piece)
-                if not self._pressed:
-                    took_s = time.perf_counter() - started
-                    self.quiet.wait(min(took_s * tunables.WRITE_RESTS, tunables.WRITE_REST_S))
-                started = time.perf_counter()
-        part.replace(block.path)
+        write_pieces(block.path, entry.pieces(data), self._rest)
         self.written_bytes += len(data)
+
+    def _rest(self, took_s: float) -> None:
+        """After a piece that took so long: beside steps, whoever computes goes first."""
+        if not self._pressed:
+            self.quiet.wait(min(took_s * tunables.WRITE_RESTS, tunables.WRITE_REST_S))
 
     def _stamp(self) -> None:
         """Let the files' time stamps say when they were last used."""
@@ -410,7 +389,7 @@ class DiskTier:
                     os.utime(block.path, ns=(stamp_ns, stamp_ns))
                     block.stamp_ns = stamp_ns
 
-    def _survey(self) -> _Survey:
+    def _survey(self) -> Survey:
         files = []
         for path in self.directory.parent.glob("*/*.kv"):
             with contextlib.suppress(OSError):
@@ -418,7 +397,7 @@ class DiskTier:
                 files.append(StoredFile(own.file_time_ns if own is not None else stat.st_mtime_ns, stat.st_size, path))
         total = sum(file.size_bytes for file in files)
         spare_bytes = shutil.disk_usage(self.directory).free - self.free_bytes
-        return _Survey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
+        return Survey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
 
     def _make_room(self, block: DiskBlock, until_ns: int) -> None:
         """Remove files that were used until then until that of `block` fits; OSError where it doesn't."""
@@ -433,7 +412,7 @@ class DiskTier:
                 self._outcomes.append((gone, "removed"))
         new = [StoredFile(block.file_time_ns, block.file_bytes, block.path)] if enough else []
         left = sorted({*files, *new} - set(removed))
-        self._seen = _Survey(left, sum(file.size_bytes for file in left), most_bytes)
+        self._seen = Survey(left, sum(file.size_bytes for file in left), most_bytes)
         if not enough:
             raise OSError("all that is there was used since")
 
@@ -442,11 +421,7 @@ def tier_of(backend: Backend, folder: str | None, limits: tuple[int, int, int], 
     """The tier of this backend's KV under `folder`, within these bytes: at most, left to others, a day. None: not wanted."""
     if folder is None or limits[0] <= 0:
         return None
-    info, able = backend.info, backend.capabilities
-    shape = "states" if able.states else "parts" if able.segments else "whole"
-    kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
-    # What wrote KV is part of what it means: another build may compute, rotate or lay it out in another way.
-    identity = f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}"
+    kind, identity = folder_names(backend)
     disk = DiskTier(Path(folder) / identity, identity, *limits, model_name)
-    disk.remove_stale(kind)
+    remove_stale(disk.directory, kind)
     return disk

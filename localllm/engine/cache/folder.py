@@ -1,4 +1,4 @@
-"""The folders of models' cached prefixes: whose each is, and how much may be written into all of them in a day.
+"""The folders of models' cached prefixes: whose each is, what lies in all of them, and how much may be written there in a day.
 
 What was written in a day outlives restarts: each model's folder has one file for the day, to which each write first adds a
 line with its bytes, which needs no lock between processes.
@@ -7,14 +7,49 @@ line with its bytes, which needs no lock between processes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from localllm.engine.cache.eviction import StoredFile
+from localllm_backends.contract import Backend
 
 _COUNT_PREFIX = "written-"
 LABEL = "model.txt"
 _LONGEST_LABEL_BYTES = 1024
+
+
+def folder_names(backend: Backend) -> tuple[str, str]:
+    """What the names of all folders of this model's KV, of these types, begin with; and the one whose KV this build can read."""
+    info, able = backend.info, backend.capabilities
+    shape = "states" if able.states else "parts" if able.segments else "whole"
+    kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
+    # What wrote KV is part of what it means: another build may compute, rotate or lay it out in another way.
+    return kind, f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}"
+
+
+def remove_stale(folder: Path, older: str) -> None:
+    """Remove the folders beside this one whose names begin with `older`: what they hold has lost its meaning."""
+    for path in folder.parent.glob(f"{older}*"):
+        if path != folder and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Survey(NamedTuple):
+    """The files of all models, those unused the longest first, what they take, and what they may take."""
+
+    files: Sequence[StoredFile] = ()
+    files_bytes: int = 0
+    most_bytes: int = 0
+
+    def without(self, paths: Container[Path]) -> Survey:
+        """The same when these files are gone."""
+        left = [file for file in self.files if file.path not in paths]
+        return self._replace(files=left, files_bytes=sum(file.size_bytes for file in left))
 
 
 def put_label(folder: Path, model: str) -> None:

@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,20 @@ def read_data(f: Readable, identity: str, rest: Callable[[float], object]) -> me
     except ValueError:
         return None
     return whole[_FIXED_BYTES + n_header + n_line : body_bytes].toreadonly()
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], rest: Callable[[float], object]) -> None:
+    """Write a file beside its name and rename it, so that half a file never counts; with a `rest` after each piece, which is
+    told how long that took, in seconds. Raises OSError."""
+    part = path.with_suffix(".part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as f:
+        started = time.perf_counter()
+        for piece in pieces:
+            f.write(piece)
+            rest(time.perf_counter() - started)
+            started = time.perf_counter()
+    part.replace(path)
 
 
 def _lengths(fixed: bytes, body_bytes: int) -> tuple[int, int, int] | None:
