@@ -5,6 +5,7 @@ Here is what a drafter is. Every module of this package that defines one is foun
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 import time
@@ -38,6 +39,13 @@ class DraftContext:
     mode: str = "auto"
     clock: Callable[[], float] = time.monotonic
     folder: Path | None = None
+
+    def file(self, name: str) -> Path | None:
+        """Where it is kept how a drafter fares with these models, on this machine, as this build computes."""
+        second, info = self.draft_backend, self.backend.info
+        said = f"{name} {info.fingerprint} {info.kv_meaning} {second.info.fingerprint if second is not None else ''}"
+        digest = hashlib.sha256(said.encode()).hexdigest()[:32]
+        return self.folder / f"{digest}.json" if self.folder is not None else None
 
 
 class Drafter(ABC):

@@ -1,5 +1,5 @@
 """How many tokens to draft: what verifying n tokens costs here (probed while nobody asks, refined by every step), how often
-drafts are right, and the lengths that pay."""
+drafts are right, when a drafter that lost tries again, and the lengths that pay."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from localllm import json_store
 from localllm.engine.averages import DecayedRatio
 from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError
@@ -143,6 +146,11 @@ class DraftCandidate:
         """Seconds that a draft of so many tokens costs before it is verified."""
         return self.token_s * (min(length, 1) if self.at_once else length)
 
+    def speed(self, length: int, cost: Callable[[int], float]) -> float:
+        """Tokens per second of one sequence that drafts so many tokens like this; `cost(rows)` in seconds."""
+        seconds = cost(1 + length) + self.drafting_s(length)
+        return (1.0 + sum(self.survival[:length])) / seconds
+
 
 def choose_lengths(
     candidates: Seq[DraftCandidate], cost: Callable[[int], float], most_steps: float = math.inf
@@ -182,12 +190,20 @@ def choose_lengths(
     return best
 
 
+def promises(candidates: Seq[DraftCandidate], lengths: Seq[int], cost: Callable[[int], float], gain: float) -> bool:
+    """Whether the streams that draft are expected to be faster by so much in a step with these drafts."""
+    steps = cost(len(lengths) + sum(lengths)) / cost(len(lengths))
+    return all(1.0 + sum(c.survival[:n]) >= gain * steps for c, n in zip(candidates, lengths, strict=True) if n)
+
+
 _EDGES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _PRIOR_WEIGHT = 4.0
 # Memory of about 200 guesses engine-wide, and of about 12 within one request.
 _SLOW_DECAY = 0.995
 _FAST_DECAY = 0.92
 _LEAST_SURVIVAL = 0.05
+# An earlier process's is recalled as so many guesses at most.
+_MOST_RECALLED = 16.0
 # What drafting brought is remembered for some 30 steps: three good drafts show that a copy has begun.
 _GAIN_DECAY = 0.97
 
@@ -252,6 +268,39 @@ class Acceptance:
     def survival(self, length: int) -> list[float]:
         """P(the first k are all accepted) = a^k, k = 1 … length; their sum is (1 − a^(g+1))/(1 − a) − 1."""
         return [self.rate**k for k in range(1, length + 1)]
+
+    def recall(self, file: Path | None) -> None:
+        """Take in how it fared in an earlier process, as kept in `file`."""
+        body = json_store.read(file) if file is not None else {}
+        with suppress(ValueError, TypeError, KeyError):
+            right, seen = float(body["right"]), float(body["seen"])
+            # No more of it than some new guesses outweigh: what is asked may have changed.
+            weight = min(1.0, _MOST_RECALLED / max(seen, 1.0))
+            if 0 <= right <= seen and weight:
+                self.average.part, self.average.total = right * weight, seen * weight
+
+    def keep(self, file: Path) -> None:
+        """Say in `file` how it fared so far."""
+        json_store.keep(file, {"right": self.average.part, "seen": self.average.total})
+
+
+# A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
+RETRY_TOKENS, _MOST_RETRIES = 24, 6
+
+
+@dataclass
+class BackOff:
+    """How one drafter fares in one request, and when it may try again after losing."""
+
+    acceptance: Acceptance
+    retry_at: int = 0
+    retries: int = 0
+
+    def learn(self, accepted: int, drafted: int, n_generated: int) -> None:
+        """Of `drafted` tokens the first `accepted` were right."""
+        self.acceptance.observe(accepted, drafted)
+        self.retries = min(self.retries + 1, _MOST_RETRIES) if accepted < drafted else 0
+        self.retry_at = n_generated + RETRY_TOKENS * 2**self.retries
 
 
 def gain_lately() -> DecayedRatio:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from functools import lru_cache
-from pathlib import Path
 
-from localllm import json_store
 from localllm.engine.averages import DecayedRatio
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation import DraftContext, Drafter, longest_draft, registered
 from localllm.engine.speculation.controller import (
+    RETRY_TOKENS,
     Acceptance,
+    BackOff,
     CostProbe,
     DraftCandidate,
     HitRates,
     StepCost,
     choose_lengths,
     gain_lately,
+    promises,
 )
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm_backends.contract import BackendFailure
@@ -57,29 +56,14 @@ _MOST_STEPS_LOST, _LEAST_GAIN = 6.0, 0.985
 _MOST_STEPS_TRIAL = 3.0
 # Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
 _PLAIN_EVERY = 64
-# A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
-_RETRY_TOKENS, _MOST_RETRIES, _TRIAL_TOKENS = 24, 6, 2
+# To learn how a draft model (or the model's own heads) fares, so many are drafted.
+_TRIAL_TOKENS = 2
 # So many guesses show how a drafter fares.
 _LEAST_SEEN = 4
-# Kept behind so long a rest, and recalled as so many guesses at most.
-_REMEMBERED_S, _MOST_RECALLED = 2.0, 16.0
+# Kept behind so long a rest.
+_REMEMBERED_S = 2.0
 # So many salts have their recent answers kept.
 _MOST_RECENTS = 64
-
-
-@dataclass
-class _BackOff:
-    """How one drafter fares in one request, and when it may try again after losing."""
-
-    acceptance: Acceptance
-    retry_at: int = 0
-    retries: int = 0
-
-    def learn(self, accepted: int, drafted: int, n_generated: int) -> None:
-        """Of `drafted` tokens the first `accepted` were right."""
-        self.acceptance.observe(accepted, drafted)
-        self.retries = min(self.retries + 1, _MOST_RETRIES) if accepted < drafted else 0
-        self.retry_at = n_generated + _RETRY_TOKENS * 2**self.retries
 
 
 @dataclass
@@ -89,7 +73,7 @@ class _DraftState:
     `since_burst`: steps since one that took longer than what has not earned it may."""
 
     lookup: Lookup
-    back_offs: dict[str, _BackOff]
+    back_offs: dict[str, BackOff]
     drafter: str = ""
     stopped_at: int = -1
     recent: DecayedRatio = field(default_factory=gain_lately)
@@ -210,14 +194,9 @@ class Speculator:
         tried = min(most_steps, *[state.tried() for state in states])
         if tried > earned:
             lengths = choose_lengths(candidates, self.cost.seconds, tried)
-            if self._promises(candidates, lengths, _EARNED_GAIN):
+            if promises(candidates, lengths, self.cost.seconds, _EARNED_GAIN):
                 return lengths
         return choose_lengths(candidates, self.cost.seconds, min(most_steps, earned))
-
-    def _promises(self, candidates: Seq[DraftCandidate], lengths: Seq[int], gain: float) -> bool:
-        """Whether the streams that draft are expected to be faster by so much in a step with these drafts."""
-        steps = self.cost.seconds(len(lengths) + sum(lengths)) / self.cost.seconds(len(lengths))
-        return all(1.0 + sum(c.survival[:n]) >= gain * steps for c, n in zip(candidates, lengths, strict=True) if n)
 
     def _run_drafter(self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]) -> None:
         if not any(n for _, n in wanted):
@@ -260,7 +239,7 @@ class Speculator:
         return best
 
     def _better_of(
-        self, job: RunningRequest, back_off: _BackOff, best: _Proposal, most: int, name: str, drafter: Drafter
+        self, job: RunningRequest, back_off: BackOff, best: _Proposal, most: int, name: str, drafter: Drafter
     ) -> _Proposal:
         """This drafter's turn instead, where it promises more than `best` does for this job alone."""
         if not drafter.token_s:
@@ -274,7 +253,11 @@ class Speculator:
             trial = min(_TRIAL_TOKENS, length)
         (instead,) = choose_lengths([best.candidate], self.cost.seconds)
         # A trial promises nothing: it takes the place of nothing that does.
-        better = not instead if trial else self._speed(candidate, alone) > self._speed(best.candidate, instead)
+        better = (
+            not instead
+            if trial
+            else candidate.speed(alone, self.cost.seconds) > best.candidate.speed(instead, self.cost.seconds)
+        )
         if not (alone or trial) or not better:
             return best
         return _Proposal(name, [], candidate, trial) if drafter.ready(job) else best
@@ -284,17 +267,12 @@ class Speculator:
         step_budget = _MOST_STEPS_TRIAL + self._states[job.id].overall.total_for(_LEAST_GAIN, 1)
         return next((n for n in range(most, 0, -1) if self._steps(drafter.name, n) <= step_budget), 0)
 
-    def _speed(self, candidate: DraftCandidate, length: int) -> float:
-        """Tokens per second of one sequence that drafts so many tokens like this."""
-        seconds = self.cost.seconds(1 + length) + candidate.drafting_s(length)
-        return (1.0 + sum(candidate.survival[:length])) / seconds
-
     def _state(self, job: RunningRequest) -> _DraftState:
         state = self._states.get(job.id)
         if state is None:
             lookup = Lookup(job.tokens, HitRates(self._rates), self._recent(job.request.generation.salt), job.predicted)
             back_offs = {
-                name: _BackOff(Acceptance(shared), _RETRY_TOKENS * self._is_unprofitable(name))
+                name: BackOff(Acceptance(shared), RETRY_TOKENS * self._is_unprofitable(name))
                 for name, shared in self._acceptance.items()
             }
             state = self._states[job.id] = _DraftState(lookup, back_offs)
@@ -377,31 +355,17 @@ class Speculator:
 
     # --- from one process to the next ----------------------------------------------------------------------------
 
-    def _file(self, name: str) -> Path | None:
-        """Where it is kept how a drafter fares with these models, on this machine, as this build computes."""
-        second, info = self.context.draft_backend, self.backend.info
-        said = f"{name} {info.fingerprint} {info.kv_meaning} {second.info.fingerprint if second is not None else ''}"
-        digest = hashlib.sha256(said.encode()).hexdigest()[:32]
-        return self.context.folder / f"{digest}.json" if self.context.folder is not None else None
-
     def _recall(self) -> dict[str, tuple[float, ...]]:
         for name, acceptance in self._acceptance.items():
-            file = self._file(name)
-            body = json_store.read(file) if file is not None else {}
-            with suppress(ValueError, TypeError, KeyError):
-                right, seen = float(body["right"]), float(body["seen"])
-                # No more of it than some new guesses outweigh: what is asked may have changed.
-                weight = min(1.0, _MOST_RECALLED / max(seen, 1.0))
-                if 0 <= right <= seen and weight:
-                    acceptance.average.part, acceptance.average.total = right * weight, seen * weight
+            acceptance.recall(self.context.file(name))
         return {name: astuple(acceptance.average) for name, acceptance in self._acceptance.items()}
 
     def _remember(self) -> None:
         for name, acceptance in self._acceptance.items():
-            file, average = self._file(name), acceptance.average
-            if file is not None and astuple(average) != self._kept[name]:
-                self._kept[name] = astuple(average)
-                json_store.keep(file, {"right": average.part, "seen": average.total})
+            file, average = self.context.file(name), astuple(acceptance.average)
+            if file is not None and average != self._kept[name]:
+                self._kept[name] = average
+                acceptance.keep(file)
 
     def close(self) -> None:
         self._remember()
