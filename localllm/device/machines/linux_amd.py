@@ -1,0 +1,110 @@
+"""AMD's cards and integrated GPUs on Linux, as amdgpu tells of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.device import table, usable
+from localllm.device.machines.common import Card, one_machine
+from localllm.device.machines.linux_system import LinuxSystem, apu_bandwidth, noted
+from localllm.device.parsers.gpus import AmdGpu, amd_gpus, environment, marketing_name, visible
+from localllm.device.table import DeviceRow
+from localllm.device.types import GIB, Accelerator, Device, Finding, Readings
+
+
+def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
+    """The machine by its cards, else by its integrated GPU; None without either."""
+    gpus = amd_gpus(readings)
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        said = environment(readings).get(name)
+        left = visible(said, [""] * len(gpus))
+        if len(left) < len(gpus):
+            told = Finding("info", f"{name}={said} leaves {len(left)} of {len(gpus)} AMD GPUs")
+            system, gpus = noted(system, [told]), [gpus[i] for i in left]
+    if not gpus:
+        return None
+    system = noted(system, _permission_findings(readings))
+    cards = amd_cards(readings, gpus)
+    return one_machine(cards, "rocm", system.base) if cards else _amd_apu(readings, system, gpus)
+
+
+def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Card]:
+    """Those of the GPUs that have memory of their own."""
+    return [_amd_card(readings, gpu) for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
+
+
+def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Device:
+    gpu = max(gpus, key=lambda g: g.vram_total_bytes + g.gtt_total_bytes)
+    row = _apu_row(system.cpu.name, gpu)
+    memory = usable.apu(gpu, system.base.memory.total_bytes, system.memory.available_bytes() or 0)
+    accelerator: Accelerator = "rocm" if row is not None and row.accelerator == "rocm" else "vulkan"
+    if accelerator == "rocm":
+        larger = usable.carve_out_alone if gpu.vram_total_bytes >= gpu.gtt_total_bytes else usable.gtt_alone
+        memory = larger(gpu, system.base.memory)
+    facts = table.facts(row)
+    facts["compute_units"] = gpu.compute_units or facts["compute_units"]
+    return replace(
+        system.base,
+        name=_amd_name(readings, gpu, row),
+        kind="unified",
+        accelerator=accelerator,
+        family=row.family if row else "APU",
+        memory=memory,
+        bandwidth_gbps=apu_bandwidth(system, row),
+        **facts,
+        compute_capability=gpu.gfx,
+        findings=(*system.base.findings, *_gtt_findings(gpu, system, row)),
+    )
+
+
+def _apu_row(cpu: str, gpu: AmdGpu) -> DeviceRow | None:
+    """By the processor's name, which tells the SKU; else by PCI id and revision; else any row of that gfx."""
+    row = table.by_cpu(cpu) or table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}")
+    return row or next((r for r in table.rows() if gpu.gfx and r.compute_capability == gpu.gfx), None)
+
+
+def _amd_name(readings: Readings, gpu: AmdGpu, row: DeviceRow | None) -> str:
+    listed = marketing_name(readings.file("/usr/share/libdrm/amdgpu.ids"), gpu.device_id, gpu.revision)
+    return gpu.name or listed or (row.name if row else f"AMD GPU 1002:{gpu.device_id:04x}")
+
+
+def _amd_card(readings: Readings, gpu: AmdGpu) -> Card:
+    name = _amd_name(readings, gpu, None)
+    row = table.by_gpu_name(name, gpu.vram_total_bytes) or table.by_pci(
+        "1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", gpu.vram_total_bytes
+    )
+    memory = usable.vram(gpu.vram_total_bytes, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used")
+    shown = row.name if row is not None and name.startswith("AMD GPU ") else name
+    return Card(shown, memory, row.bandwidth if row else None, row, gpu.gfx, gpu.compute_units)
+
+
+def _gtt_findings(gpu: AmdGpu, system: LinuxSystem, row: DeviceRow | None) -> list[Finding]:
+    """Advice where the kernel lets the GPU map much less RAM than there is."""
+    installed = system.machine.total_bytes + gpu.vram_total_bytes
+    reach = gpu.vram_total_bytes + gpu.gtt_total_bytes
+    found = []
+    if reach < 0.75 * installed and installed >= 24 * GIB:
+        pages = usable.gtt_pages_advised(installed)
+        found.append(
+            Finding(
+                "warning",
+                f"the GPU may use {reach / GIB:.0f} of {installed / GIB:.0f} GiB: the kernel's GTT limit is small",
+                f'add "ttm.pages_limit={pages}" to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot',
+            )
+        )
+    if gpu.vram_total_bytes > 16 * GIB and gpu.vram_total_bytes > system.machine.total_bytes:
+        found.append(
+            Finding(
+                "info",
+                f"the BIOS gave {gpu.vram_total_bytes / GIB:.0f} GiB to the GPU for good; models load through the rest",
+                "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead",
+            )
+        )
+    return found
+
+
+def _permission_findings(readings: Readings) -> list[Finding]:
+    if readings.output("render-access") != "denied":
+        return []
+    fix = "sudo usermod -aG render,video $USER, then log in again"
+    return [Finding("error", "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd", fix)]
