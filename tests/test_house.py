@@ -116,16 +116,10 @@ PRODUCT = sorted(
     path for folder in ("localllm", "backends", "model_catalog", "tui") for path in (ROOT / folder).rglob("*.py")
 )
 MOST_LINES_OF_A_FILE = 500
-MOST_LINES_OF_A_FUNCTION = 60
 MOST_PARAMETERS = 8
 
-# What is over these limits, and why it stays so. A line that is no longer needed fails the test, too.
+# What is over this limit, and why it stays so. A line that is no longer needed fails the test, too.
 _TYPER = "Typer reads a command's options off its signature: one parameter each, with its help"
-TOO_LONG = {
-    "localllm/cli/commands/bench.py::bench": _TYPER,
-    "localllm/cli/commands/recommend.py::recommend": _TYPER,
-    "localllm/cli/commands/serve.py::serve": _TYPER,
-}
 TOO_MANY_PARAMETERS = {
     "localllm/cli/commands/bench.py::bench": _TYPER,
     "localllm/cli/commands/chat.py::chat": _TYPER,
@@ -147,12 +141,10 @@ def parameters(node: Function) -> int:
     return len(given) + len(node.args.kwonlyargs)
 
 
-def test_no_file_and_no_function_is_too_long() -> None:
-    long = {name for name, node in all_functions() if (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_A_FUNCTION}
-    for path in PRODUCT:
-        if len(path.read_text().splitlines()) > MOST_LINES_OF_A_FILE:
-            long.add(str(path.relative_to(ROOT)))
-    assert long == set(TOO_LONG)
+def test_no_file_is_too_long() -> None:
+    """Functions are held by their statements and branches (house_ceilings.toml): lines say how wide the page is."""
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PRODUCT}
+    assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}
 
 
 def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:

@@ -203,11 +203,11 @@ _ROCM_NOTES = ("ROCm 7.2 crashes on some boards with Strix Halo, where 7.13 and 
 def _rocm_needs(rocm: Version | None) -> tuple[str, ...]:
     if rocm is not None and rocm[0] == ROCM_MAJOR:
         return ()
-    there = "" if rocm is None else f" (here is {_said(rocm)}, which lacks the libraries it asks for)"
+    there = "" if rocm is None else f" (here is {_version_text(rocm)}, which lacks the libraries it asks for)"
     return (f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer: its libraries are not in the wheel{there}",)
 
 
-def _said(version: Version) -> str:
+def _version_text(version: Version) -> str:
     return f"ROCm {version[0]}.{version[1]}" if version[1] else f"ROCm {version[0]}"
 
 

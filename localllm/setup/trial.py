@@ -73,7 +73,7 @@ def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str
     build = ask_build(environment)
     if build.failure:
         return TrialVerdict(f"it does not start: {build.failure}")
-    devices = tuple(_said(device) for device in build.devices)
+    devices = tuple(_line_of(device) for device in build.devices)
     if backend != "cpu" and backend not in build.accelerators:
         return TrialVerdict(f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices)
     return computed(expected, environment, 0 if backend == "cpu" else -1, devices)
@@ -103,7 +103,7 @@ def compare(expected: ReferenceAnswer, answer: Mapping[str, Any], devices: tuple
     return TrialVerdict("", devices, f"{same} of {len(gaps)} tokens as on the processor, {speed:.3g} tok/s")
 
 
-def _said(device: ggml.GgmlDevice) -> str:
+def _line_of(device: ggml.GgmlDevice) -> str:
     return f"{device.name}: {device.description}, {device.memory_total_bytes / 1e9:.1f} GB"
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from localllm.cli.chat.engines import Wanted
     from localllm.conversation.history import ConversationSummary, History
     from localllm_tui.control.chat_options import ChatOptions
+    from localllm_tui.control.client import ChatClient
     from localllm_tui.control.interfaces import ChatEngine, EnergyMeter
     from localllm_tui.control.session import Session
     from localllm_tui.control.terminal import TerminalQuestion
@@ -134,18 +135,16 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     from localllm.conversation.history import History
     from localllm.errors import NotFoundError
     from localllm.settings import Settings
-    from localllm_tui.control.attachments import with_files
     from localllm_tui.control.chat_options import ChatOptions
     from localllm_tui.control.client import ChatClient
     from localllm_tui.control.session import Session
 
-    question, system = asked.question, asked.system
     history: History | None = None
     last: ConversationSummary | None = None
-    if question is None or asked.continues:
+    if asked.question is None or asked.continues:
         history = stack.enter_context(History())
         last = next(iter(history.list(limit=1)), None) if asked.continues else None
-        if asked.continues and question is not None and last is None:
+        if asked.continues and asked.question is not None and last is None:
             raise NotFoundError("there is no earlier conversation to continue", hint="ask without --continue")
     sampling = dict(asked.sampling)
     if Settings().value("compaction") == "auto":
@@ -155,27 +154,34 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     engine = engines.engine_for(stack, asked.wanted, last.model if last is not None else None, at_once=screen)
     client, name = ChatClient.of(engine, sampling), engine.model
     resume = last.id if last else None
-    if question is not None:
-        from localllm_tui.line_chat import ask_once
-
-        if history is None:
-            messages = [{"role": "system", "content": system}] if system else []
-            ask_once(client, name, [*messages, {"role": "user", "content": with_files(question, asked.attached)}])
-        else:
-            session = Session(history, name, conv_id=resume, system=system)
-            session.ask(question, asked.attached)
-            answer = session.answer()
-            ask_once(client, name, answer.messages, answer)
+    if asked.question is not None:
+        session = None if history is None else Session(history, name, conv_id=resume, system=asked.system)
+        _ask_once(client, name, asked, session)
         return
     assert history is not None
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
-    opening = ChatOptions(client, history, name, resume, system, tuple(asked.attached), greeting)
+    opening = ChatOptions(client, history, name, resume, asked.system, tuple(asked.attached), greeting)
     if not screen:
         _in_lines(opening, asked.how)
         return
     assert background is not None
     _on_screen(_with_helpers(stack, opening, engine, asked.wanted), background)
+
+
+def _ask_once(client: ChatClient, name: str, asked: _Asked, session: Session | None) -> None:
+    """One answer on stdout, as a turn of the `session` that is continued (None: kept nowhere)."""
+    from localllm_tui.control.attachments import with_files
+    from localllm_tui.line_chat import ask_once
+
+    assert asked.question is not None
+    if session is not None:
+        session.ask(asked.question, asked.attached)
+        answer = session.answer()
+        ask_once(client, name, answer.messages, answer)
+        return
+    messages = [{"role": "system", "content": asked.system}] if asked.system else []
+    ask_once(client, name, [*messages, {"role": "user", "content": with_files(asked.question, asked.attached)}])
 
 
 def _with_helpers(stack: ExitStack, opening: ChatOptions, engine: ChatEngine, wanted: Wanted) -> ChatOptions:

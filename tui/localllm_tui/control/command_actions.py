@@ -306,7 +306,7 @@ async def switch_tools(chat: ChatController, what: str) -> None:
     elif word == "on":
         await chat.tools.switch_on(name.strip())
     asks = "\nEach call waits for your yes, with its arguments shown" if chat.tools.on else "\n/tools on starts them"
-    await chat.face.show_note(chat.tools.said() + (asks if chat.tools.names else ""))
+    await chat.face.show_note(chat.tools.overview() + (asks if chat.tools.names else ""))
 
 
 async def run_on_turn(chat: ChatController, what: str, turn: StoredMessage, argument: int = 0) -> None:

@@ -71,7 +71,7 @@ class ToolBox:
                 found[f"{host}_{spec.name}" if spec.name in found else spec.name] = spec
         return found
 
-    def said(self) -> str:
+    def overview(self) -> str:
         lines = []
         for name in self._hosts:
             tools = self._open.get(name)
