@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def device_named(name: str | None, memory: float | None, bandwidth: float | None) -> Device:
     """A machine by its name, or this one, as if it had other memory or bandwidth where they are given. Raises DeviceNotFoundError."""
     from localllm.device.detect import detect
-    from localllm.device.named import overridden, resolve
+    from localllm.device.named import resolve
+    from localllm.device.overrides import overridden
 
     if name is not None:
         return resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)

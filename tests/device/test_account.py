@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from device import recordings
 from localllm.device import cards, ggml, in_use, usable
 from localllm.device.machines import identify
-from localllm.device.named import resolve, with_memory
+from localllm.device.named import resolve
+from localllm.device.overrides import with_memory
 from localllm.device.parsers import macos
 from localllm.device.types import Device, Readings
 from localllm.errors import DoesNotFitError, UsageError

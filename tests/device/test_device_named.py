@@ -10,7 +10,8 @@ import pytest
 
 from localllm.device import cpus, table
 from localllm.device.lookup import nearest
-from localllm.device.named import overridden, resolve
+from localllm.device.named import resolve
+from localllm.device.overrides import overridden
 from localllm.device.types import DeviceNotFoundError
 from localllm.errors import NotFoundError, UsageError
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from localllm.device import table
-from localllm.device.named import overridden, resolve
+from localllm.device.named import resolve
+from localllm.device.overrides import overridden
 from localllm.device.types import Figure, MatrixRates, TypeRates
 from localllm.planner import speed
 from localllm.planner.recommend import recommend

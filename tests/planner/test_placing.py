@@ -228,7 +228,7 @@ def test_a_longer_context_takes_the_experts_place() -> None:
 
 def test_headroom_is_left_and_the_host_is_counted() -> None:
     plain = resolve("RTX 4090 + 64GB RAM")
-    from localllm.device.named import with_memory
+    from localllm.device.overrides import with_memory
 
     left = with_memory(plain, vram_headroom_gb=4)
     assert left.memory.limit_bytes == plain.memory.limit_bytes - 4_000_000_000

@@ -36,7 +36,8 @@ def device(
 
     from localllm.device import ggml, in_use
     from localllm.device.detect import hardware
-    from localllm.device.named import overridden, resolve, with_memory
+    from localllm.device.named import resolve
+    from localllm.device.overrides import overridden, with_memory
     from localllm.device.types import device_to_json
     from localllm.errors import UsageError
 

@@ -98,7 +98,7 @@ def recommend(
     models too; --plain, a pipe, --json and the options that ask for one answer print a list.
     """
     from localllm.cli.recommend import answers, measured_view, page
-    from localllm.device.named import with_memory
+    from localllm.device.overrides import with_memory
     from localllm.errors import UsageError
     from localllm.library.catalog import load_catalog
     from localllm.library.describe import describe

@@ -1,0 +1,87 @@
+"""A device with what is said of it otherwise: another memory or bandwidth, and how much is left to others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.device import usable
+from localllm.device.described import Computer, with_host
+from localllm.device.typed import TypedRam
+from localllm.device.types import GIB, Device, Figure, Memory
+from localllm.errors import UsageError
+from localllm.memory.account import keeping
+
+
+def with_memory(
+    device: Device,
+    *,
+    ram_gb: float | None = None,
+    vram_headroom_gb: float | None = None,
+    headroom_gb: float | None = None,
+) -> Device:
+    """`device` beside so much system memory (GiB as sold), and with so much (GB) of its own, and of the system's, left to
+    others, instead of what is assumed. Raises UsageError."""
+    if ram_gb is not None:
+        if device.kind != "discrete":
+            raise UsageError(f"{device.name} has one memory: say its size, such as {device.name.split(' ')[0]} 64GB")
+        device = replace(with_host(device, Computer([], ram=TypedRam(ram_gb))), simulated=True)
+    if vram_headroom_gb is not None:
+        device = _keeping_of_cards(device, vram_headroom_gb)
+    if headroom_gb is not None:
+        if device.kind != "discrete":
+            device = replace(device, memory=_with_headroom(device, device.memory, headroom_gb))
+        elif device.host is not None:
+            device = replace(device, host=_with_headroom(device, device.host, headroom_gb))
+    return device
+
+
+def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
+    if headroom_gb * 1e9 >= pool.total_bytes:
+        raise UsageError(f"--headroom {headroom_gb:g} leaves nothing of {pool.total_bytes / 1e9:.1f} GB")
+    kept = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
+    if device.accelerator != "metal":
+        return kept
+    limit = min(pool.limit_bytes, kept.limit_bytes)  # what macOS gives the GPU stays its own affair
+    return replace(kept, limit_bytes=limit, available_bytes=min(kept.available_bytes, limit))
+
+
+def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
+    """Of several cards each keeps its part. What a described card's screens would take is in what is said."""
+    keep, whole = int(headroom_gb * 1e9), device.memory
+    if keep >= whole.limit_bytes:
+        raise UsageError(f"--vram-headroom {headroom_gb:g} leaves nothing of {whole.limit_bytes / 1e9:.1f} GB")
+
+    def kept(memory: Memory) -> Memory:
+        part = round(keep * memory.limit_bytes / whole.limit_bytes)
+        others = 0 if device.simulated else memory.others_bytes
+        left = max(0, memory.limit_bytes - part)
+        now = min(left, max(0, memory.total_bytes - part - others))
+        return replace(memory, limit_bytes=left, available_bytes=now, system_bytes=part, others_bytes=others)
+
+    each = tuple(replace(card, memory=kept(card.memory)) for card in device.cards)
+    return replace(device, memory=kept(whole), cards=each)
+
+
+def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None) -> Device:
+    """`device` planned as if it had this much usable memory (GiB) or this bandwidth; unchanged without either."""
+    check_overrides(memory_gb, bandwidth_gbps)
+    if memory_gb is not None:
+        size = int(memory_gb * GIB)
+        if device.kind == "discrete":
+            memory = usable.described_card(size, "--memory", screens=True)
+        else:
+            memory = usable.described_pool(size, "--memory, less what the system keeps", device.os)
+            if device.accelerator == "metal":
+                memory = usable.mac(size, None, None, None)
+        device = replace(device, memory=replace(memory, basis="given"), simulated=True, cards=())
+    if bandwidth_gbps is not None:
+        figure = Figure(bandwidth_gbps, "given", "--bandwidth")
+        # Another memory is another machine: what this one's processor was timed at says nothing of it.
+        device = replace(device, bandwidth_gbps=figure, simulated=True, matrix_rates=())
+    return device
+
+
+def check_overrides(memory_gb: float | None, bandwidth_gbps: float | None) -> None:
+    for option, value in (("--memory", memory_gb), ("--bandwidth", bandwidth_gbps)):
+        if value is not None and not 0 < value < 1e6:
+            raise UsageError(f"{option} must be a positive number, not {value:g}")
