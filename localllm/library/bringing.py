@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm import json_store
-from localllm.errors import DownloadError, ModelFileError
-from localllm.library import app_folders, file_kinds, hf_cache, hub, names, store, transfer
+from localllm.errors import DownloadError
+from localllm.library import app_folders, hf_cache, hub, names, store, transfer
 from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import Listing, Patience, RepoFile
 from localllm.library.targets import PullTarget
@@ -25,17 +25,9 @@ if TYPE_CHECKING:
     import httpx
 
 _CONFIG = "config.json"
-_CheckKind = Callable[[Path, RepoFile], None]
+CheckKind = Callable[[Path, RepoFile], None]
 # With so much of a file its header's first keys are there.
 _HEADER_BYTES = 1 << 20
-
-
-class NoModelError(Exception):
-    """`file`, on its way, says in its header that it is no model: `why` it is refused."""
-
-    def __init__(self, file: str, why: DownloadError) -> None:
-        super().__init__(file)
-        self.file, self.why = file, why
 
 
 def bring(
@@ -45,8 +37,10 @@ def bring(
     say: Callable[[DownloadProgress], None],
     reserve_bytes: int,
     patience: Patience,
+    check: CheckKind | None,
 ) -> LocalModel:
-    """The model of `selection`, with what was missing of it fetched. Raises NoModelError, DownloadError."""
+    """The model of `selection`, with what was missing of it fetched: `check` looks at what has arrived of a GGUF. Raises
+    DownloadError, and what `check` does."""
     cache = app_folders.hub_cache()
     folder = hf_cache.repo_folder(cache, listing.repo)
     files = [*selection.files, *([selection.projector] if selection.projector else [])]
@@ -58,9 +52,8 @@ def bring(
         with transfer.new_client(hub.headers(anonymous=listing.anonymous), patience, address) as client:
             for file in files:
                 if file in missing:
-                    model = file in selection.files and is_gguf(file.name) and not wanted.drafts
-                    check = _check_kind if model else None
-                    _bring_file(client, folder, listing, file, meter, patience, check)
+                    model = file in selection.files and is_gguf(file.name)
+                    _bring_file(client, folder, listing, file, meter, patience, check if model else None)
                 meter.finished(file.size_bytes)
                 if file.name == _CONFIG and selection.format.is_folder:
                     _check_format(folder / "snapshots" / listing.commit / file.name, listing.repo)
@@ -119,7 +112,7 @@ def _bring_file(
     file: RepoFile,
     meter: DownloadMeter,
     patience: Patience,
-    check: _CheckKind | None,
+    check: CheckKind | None,
 ) -> None:
     """One file: its blob (fetched, or checked if another program left it there), then the link in the snapshot."""
     blob = folder / "blobs" / file.digest
@@ -164,7 +157,7 @@ def _fetch(
     file: RepoFile,
     meter: DownloadMeter,
     patience: Patience,
-    check: _CheckKind | None,
+    check: CheckKind | None,
 ) -> None:
     partial = _partial(blob)
     url = hub.file_url(listing, file.name)
@@ -183,16 +176,6 @@ def _fetch(
     with partial.open("rb+") as f:
         os.fsync(f.fileno())
     os.replace(partial, blob)
-
-
-def _check_kind(partial: Path, file: RepoFile) -> None:
-    """Raises NoModelError, and lets the bytes go, where what has arrived says that it is no model."""
-    try:
-        if names.is_first_part(file.name):
-            file_kinds.check_is_model(partial)
-    except ModelFileError as e:
-        partial.unlink(missing_ok=True)
-        raise NoModelError(file.name, DownloadError(e.message.replace(partial.name, file.name, 1), hint=e.hint)) from e
 
 
 @contextmanager

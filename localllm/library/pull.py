@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import DownloadError, ModelNotFoundError
-from localllm.library import app_folders, hf_cache, hub, names, other_apps, store, targets, variants
-from localllm.library.bringing import NoModelError, bring
+from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
+from localllm.library import app_folders, file_kinds, hf_cache, hub, names, other_apps, store, targets, variants
+from localllm.library.bringing import bring
 from localllm.library.catalog import load_catalog
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
 from localllm.library.resolve import resolve
@@ -72,8 +72,8 @@ def pull(
         if elsewhere is not None:
             return elsewhere
         try:
-            return bring(listing, selection, wanted, say, reserve_bytes, patience)
-        except NoModelError as e:
+            return bring(listing, selection, wanted, say, reserve_bytes, patience, _check_kind)
+        except _NoModelError as e:
             if wanted.file == e.file:
                 raise e.why from e
             listing = replace(listing, files=tuple(f for f in listing.files if f.name != e.file))
@@ -99,8 +99,8 @@ def pull_drafter(
         raise DownloadError(f"{companion.repo} holds no {companion.file or 'GGUF'}", hint=f"look at {companion.url}")
     smallest = min(files, key=lambda f: f.size_bytes)
     selection = Selection(Format.GGUF, "", (smallest,))
-    wanted = PullTarget(companion.repo, file=smallest.name, drafts=True)
-    return bring(listing, selection, wanted, on_progress or (lambda _: None), RESERVE_BYTES, patience).path
+    wanted = PullTarget(companion.repo, file=smallest.name)
+    return bring(listing, selection, wanted, on_progress or (lambda _: None), RESERVE_BYTES, patience, None).path
 
 
 def drafters_here(names_of: tuple[str, ...]) -> list[Path]:
@@ -121,6 +121,24 @@ def _picked(
     )
     projector = variants.projector_of(listing, selection.files[0].name, wanted.projector) if mmproj else None
     return replace(selection, projector=projector)
+
+
+class _NoModelError(Exception):
+    """`file`, on its way, says in its header that it is no model: `why` it is refused."""
+
+    def __init__(self, file: str, why: DownloadError) -> None:
+        super().__init__(file)
+        self.file, self.why = file, why
+
+
+def _check_kind(partial: Path, file: RepoFile) -> None:
+    """Raises _NoModelError, and lets the bytes go, where what has arrived says that it is no model."""
+    try:
+        if names.is_first_part(file.name):
+            file_kinds.check_is_model(partial)
+    except ModelFileError as e:
+        partial.unlink(missing_ok=True)
+        raise _NoModelError(file.name, DownloadError(e.message.replace(partial.name, file.name, 1), hint=e.hint)) from e
 
 
 def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None:

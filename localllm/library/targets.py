@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PullTarget:
-    """A reference, as far as it is known before the hub is asked. `file` is tried first, then `quant`. `drafts`: it is for a
-    drafter, no model."""
+    """A reference, as far as it is known before the hub is asked. `file` is tried first, then `quant`."""
 
     repo: str
     quant: str = ""
@@ -29,7 +28,6 @@ class PullTarget:
     revision: str = ""
     projector: str = ""
     name: str = ""
-    drafts: bool = False
 
 
 def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> PullTarget | LocalModel:
